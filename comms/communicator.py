@@ -30,7 +30,7 @@ from gradwire.comms.bootstrap.compat import (
 )
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter, StoreFailureReporter
 from gradwire.comms.bootstrap.placement import PeerInfo, cluster_of
-from gradwire.comms.bootstrap.probe import FindExited, PeerAddress, PeerTable, PeerWait, ProbeServer
+from gradwire.comms.bootstrap.probe import FindExited, PeerTable, PeerWait, ProbeServer
 from gradwire.comms.bootstrap.rendezvous import PeerInfos, exchange
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import NIC_PER_RANK, Config
@@ -548,7 +548,7 @@ def _check(flat: Tensor, scale: float, device: torch.device) -> None:
 
 
 def _directory(peer_infos: PeerInfos, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
-    addresses = {each.rank: PeerAddress(each.port, each.addresses, each.kernel) for each in peer_infos if each.port}
+    addresses = {each.rank: address for each in peer_infos if (address := each.address) is not None}
     node = next(node for node in cluster.nodes if rank in node)
     return PeerTable(peer_infos.generation, rank, addresses, node, server)
 

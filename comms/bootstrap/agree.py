@@ -232,7 +232,7 @@ class Agreement:
 
         The first rank to time out decides for all. Rank 0 sets its verdict by the same compare-and-set.
         """
-        if int(self._store.compare_set(f"{place}/judge", "", str(self.rank))) != self.rank:
+        if self._store.elect(f"{place}/judge", self.rank) != self.rank:
             try:
                 self._store.wait([f"{place}/verdict"], GRACE + timedelta(seconds=Naps(self.size).longest))
                 return

@@ -434,7 +434,7 @@ class StoreFailureReporter(FailureReporter):
         source = OVERDUE if report["overdue"] else FAILED
         self._store.set(f"report/{self.rank}", json.dumps(report))
         self._abort.set(PeerFailure(f"rank {self.rank} saw {report['phase']} fail: {cause}", source))
-        first = int(self._store.compare_set("collector", "", str(self.rank))) == self.rank
+        first = self._store.elect("collector", self.rank) == self.rank
         deadline = time.monotonic() + PATIENCE.total_seconds() + poll_seconds(self._size)
         if not first:
             nap_seconds = max(NAP_SECONDS, poll_seconds(self._size) / 8)

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from gradwire.comms.bootstrap.kernel import host_identity, own_kernel
+from gradwire.comms.bootstrap.probe import PeerAddress
 from gradwire.comms.boundary.messages import Addresses, Count, Kernel, Port, Rank
 from gradwire.comms.config import Config
 from gradwire.comms.environment import local_rank, visibility
@@ -59,6 +60,11 @@ class PeerInfo:
     addresses: Addresses = ()
     kernel: Kernel = ""
     nvls_possible: bool = False
+
+    @property
+    def address(self) -> PeerAddress | None:
+        """Address of its probe server; None if it has none."""
+        return PeerAddress(self.port, self.addresses, self.kernel) if self.port else None
 
     @classmethod
     def here(

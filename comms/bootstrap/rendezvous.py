@@ -30,7 +30,7 @@ from typing import Annotated, Any, get_type_hints, overload
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.placement import PeerInfo
-from gradwire.comms.bootstrap.probe import MOST_PROBES, Backoff, FindExited, PeerAddress, PeerTable, ProbeServer
+from gradwire.comms.bootstrap.probe import MOST_PROBES, Backoff, FindExited, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Within, inflated
 from gradwire.comms.errors import DidNotJoinError, PeerError
@@ -270,19 +270,19 @@ class _Rank:
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
         """Probe ranks, at the addresses published now or in an earlier meeting, and return those that have exited."""
-        places = {}
+        addresses = {}
         for rank in ranks:
             if self._generation and self._store.check([f"{self._generation}/rank/{rank}"]):
                 try:
-                    said = _PEER_INFO.read(self._store.read(f"{self._generation}/rank/{rank}"))
+                    address = _PEER_INFO.read(self._store.read(f"{self._generation}/rank/{rank}")).address
                 except MessageError as error:
                     log.debug("the info of rank %d is malformed: %s", rank, error)
                     continue
-                if said.port:
-                    places[rank] = PeerAddress(said.port, said.addresses, said.kernel)
-        found = PeerTable(self._generation, self._own.rank, places).exited(list(places))
+                if address is not None:
+                    addresses[rank] = address
+        found = PeerTable(self._generation, self._own.rank, addresses).exited(list(addresses))
         if self._ended_before is not None:
-            found += self._ended_before([rank for rank in ranks if rank not in places])
+            found += self._ended_before([rank for rank in ranks if rank not in addresses])
         return sorted(found)
 
     def _warn_once(self, late: Callable[[], Sequence[int]]) -> None:

@@ -128,6 +128,10 @@ class PollingStore(Store):
         """Set a key if it holds `expected_value` (or nothing, if that is empty), and return its value after that."""
         return self._ask(f"compare_set {key}", lambda: self._store.compare_set(key, expected_value, desired_value))
 
+    def elect(self, key: str, rank: int) -> int:
+        """Return the first rank to call this with `key`: the one that collects or decides for all ranks."""
+        return int(self.compare_set(key, "", str(rank)))
+
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys have values."""
         return self._check(keys, self._seconds)

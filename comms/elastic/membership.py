@@ -368,7 +368,7 @@ class Membership:
         for attempt in range(generation.view.size):
             if self._store.check([key]):
                 return
-            leader = int(self._store.compare_set(f"{number}/leader/{attempt}", "", str(rank)))
+            leader = self._store.elect(f"{number}/leader/{attempt}", rank)
             if leader == rank:
                 word = {"left": self._collect(generation), "joined": {}}
                 self._store.compare_set(key, "", json.dumps(word))

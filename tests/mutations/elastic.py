@@ -144,7 +144,7 @@ ELASTIC = (
     Mutation(
         "whoever comes last leads, too",
         _MEMBERS,
-        '            leader = int(self._store.compare_set(f"{number}/leader/{attempt}", "", str(rank)))\n',
+        '            leader = self._store.elect(f"{number}/leader/{attempt}", rank)\n',
         "            leader = rank\n",
         "Every rank writes down who is left, as it sees it.",
         (_LOSSES, _NETWORK, "tests/comms/elastic/test_membership.py"),

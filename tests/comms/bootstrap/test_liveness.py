@@ -139,7 +139,7 @@ def test_a_rank_that_leaves_in_order_is_not_missed() -> None:
     assert not any(each.thread.is_alive() for each in rings)
 
 
-def test_a_goodbye_that_only_the_store_has_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_that_only_the_store_records_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said last to a neighbour is lost where its kernel resets the connection."""
     rings, heard = ring(3)
     monkeypatch.setattr(rings[1]._connections, "send", lambda connection, said: None)
@@ -152,7 +152,7 @@ def test_a_goodbye_that_only_the_store_has_counts(monkeypatch: pytest.MonkeyPatc
         each.close()
 
 
-def test_an_alarm_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
+def test_an_abort_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
     reporter = StoreFailureReporter(store, 0, 1)
@@ -395,7 +395,7 @@ HELLO = ring_connections.GREETING + (1).to_bytes(4, "big") + bytes(16)
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("said", [b"", b"SSH-2.0-strangers", b"." + bytes(8), bytes(40), HELLO, HELLO + bytes(32)])
-def test_strangers_are_turned_away(said: bytes) -> None:
+def test_other_programs_are_turned_away(said: bytes) -> None:
     rings, heard = ring(2)
     with socket.create_connection(("127.0.0.1", rings[0]._connections.listener.getsockname()[1]), SECONDS) as stranger:
         stranger.sendall(said)
@@ -435,7 +435,7 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_next_rank_that_never_comes_keeps_nobody_from_hearing_an_alarm() -> None:
+def test_a_next_rank_that_never_comes_keeps_no_rank_from_an_abort() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
     alone = LivenessRing(store, 0, 2, StoreFailureReporter(store, 0, 2).failures, heard)

@@ -186,7 +186,7 @@ def test_a_process_without_a_descriptor_left_answers_again_once_there_are_some(p
 DRIPS = b"GET / HTTP/1.1\r\n"
 
 
-def test_strangers_keep_nobody_from_a_door(callers: Callers, few: int) -> None:
+def test_pending_connections_keep_no_rank_from_a_probe_server(callers: Callers, few: int) -> None:
     server = ProbeServer.open()
     server.register("start", 2)
     callers.crowd(server.port, 3 * few)
@@ -212,7 +212,7 @@ def test_strangers_keep_nobody_from_a_door(callers: Callers, few: int) -> None:
     server.close()
 
 
-def test_strangers_neither_fill_a_ring_nor_keep_it_from_leaving(callers: Callers, few: int) -> None:
+def test_pending_connections_neither_fill_a_ring_nor_keep_it_from_leaving(callers: Callers, few: int) -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     lost: list[list[Exception]] = [[], []]
     told = [threading.Event(), threading.Event()]
@@ -236,7 +236,7 @@ def test_strangers_neither_fill_a_ring_nor_keep_it_from_leaving(callers: Callers
     rings[0].close()
 
 
-def test_a_silent_stranger_keeps_no_connection_of_a_long_path_waiting(callers: Callers, few: int) -> None:
+def test_a_silent_connection_keeps_no_connection_of_a_long_path_waiting(callers: Callers, few: int) -> None:
     listener = parallel_tcp.StreamListener(socket.AF_INET, "127.0.0.1", 64)
     callers.crowd(listener.port, few // 2)
     callers.call(listener.port, b"half")

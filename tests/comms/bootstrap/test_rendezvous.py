@@ -190,7 +190,7 @@ def test_a_rank_that_has_met_the_others_before_and_ended_is_named() -> None:
     run_ranks(size, join)
 
 
-def test_who_is_waited_for_answers_at_his_door_while_he_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_waited_for_answers_probes_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a rank that is there is never taken for one that has ended, however long another one takes."""
     monkeypatch.setattr(probe, "FIRST_POLL_SECONDS", 0.01)
     store, size = HashStore(), 3

@@ -85,7 +85,7 @@ def test_garbage_that_asks_is_answered_wherever_it_is_collected(where: str, monk
     assert heard == [b"1"]
 
 
-def test_garbage_that_closes_a_door_may_be_collected_while_one_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_that_closes_a_probe_server_may_be_collected_while_one_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProbeServer, "_shared", None)
     old = ProbeServer.open()
     monkeypatch.setattr(ProbeServer, "_shared", None)

@@ -148,7 +148,7 @@ def test_a_question_to_the_store_is_answered_and_the_next_one_starts_a_thread(
 
 
 @pytest.mark.parametrize("call", ["next", "close"])
-def test_a_door_that_fails_does_not_look_like_a_process_that_has_ended(
+def test_a_probe_server_that_fails_does_not_look_like_a_process_that_has_ended(
     monkeypatch: pytest.MonkeyPatch, ended: Any, call: str
 ) -> None:
     monkeypatch.setattr(probe, "PROBE_SECONDS", 0.2)
@@ -166,7 +166,7 @@ def test_a_door_that_fails_does_not_look_like_a_process_that_has_ended(
     assert listener_state(own_kernel(), server.port, ()) != LISTENS
 
 
-def test_a_caller_at_the_door_that_cannot_be_answered_keeps_no_other_waiting(
+def test_a_client_of_the_probe_server_that_cannot_be_answered_keeps_no_other_waiting(
     monkeypatch: pytest.MonkeyPatch, ended: Any
 ) -> None:
     server, answer, called = ProbeServer(), ProbeServer._answer, []

@@ -352,7 +352,7 @@ def test_a_hundred_thousand_mutated_messages(name: str) -> None:
     hold(name, 100_000)
 
 
-def test_the_numbers_that_ended_a_door_are_refused() -> None:
+def test_the_numbers_that_ended_a_probe_server_are_refused() -> None:
     for said in (b'["x", "failed", [1e999], null]', b'["x", "failed", [-1], null]', b'["x", "other", [], null]'):
         with pytest.raises(MessageError):
             PeerFailure.unpacked(said)

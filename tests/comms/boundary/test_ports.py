@@ -84,7 +84,7 @@ class Between:
                 return
 
 
-def test_what_was_said_to_a_door_proves_nothing_a_second_time(until: ExitStack) -> None:
+def test_what_was_sent_to_a_probe_server_proves_nothing_a_second_time(until: ExitStack) -> None:
     server = ProbeServer.open()
     until.callback(server.close)
     server.register("start", 2)
@@ -105,7 +105,7 @@ def test_what_was_said_to_a_door_proves_nothing_a_second_time(until: ExitStack) 
     assert directory.probe([2, 3]) == {2: ANSWERS, 3: ENDED}
 
 
-def test_who_does_not_know_the_name_is_no_door(until: ExitStack) -> None:
+def test_a_process_without_the_secret_is_no_probe_server(until: ExitStack) -> None:
     """Another process that has got a probe server's port cannot say that the rank is here."""
     other = until.enter_context(socket.create_server(("127.0.0.1", 0)))
 
