@@ -117,6 +117,17 @@ class OuterExchange:
             (number, (fragment.numel, fragment.names)) for number, fragment in enumerate(self.fragments)
         )
 
+    def adopt(self, settings: OuterSettings, fragments: Sequence[Fragment]) -> None:
+        """Replace the schedule and the fragments, before the first exchange; all ranks do so with the same ones.
+
+        Args:
+            settings: Schedule of the exchanges and rates of the outer SGD.
+            fragments: Fragments of the model.
+        """
+        self.settings, self.fragments = settings, tuple(fragments)
+        if self._session is not None:
+            self.be_watched(self._session)
+
     def survive(self, resilient_ops: ResilientOps) -> None:
         """Continue after rank failures: an exchange in flight is then started again among the surviving ranks."""
         self.averaging.resilient_ops = resilient_ops

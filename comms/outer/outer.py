@@ -32,7 +32,7 @@ from gradwire.comms.elastic.resilient_ops import ResilientOps, first_failure_pol
 from gradwire.comms.hook import HookState
 from gradwire.comms.outer.averaging import agreement_of
 from gradwire.comms.outer.exchange import OuterExchange
-from gradwire.comms.outer.fragments import cut_into_fragments, local_of, wire_nbytes_of
+from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
 from gradwire.comms.outer.options import (
     EXACT,
     INSIDE,
@@ -114,7 +114,6 @@ class Outer(TrainingState[AveragingSession]):
     Attributes:
         model: Model to train: `model`, or a DistributedDataParallel around it.
         hook: State of gradwire's hook inside the worker; None if Outer averages no gradients there.
-        settings: Schedule of the exchanges and rates of the outer SGD; provisional until missing ones are chosen.
 
     Raises:
         TypeError: An option has an unknown name, or a value has a wrong type.
@@ -152,7 +151,7 @@ class Outer(TrainingState[AveragingSession]):
         # Check everything that this rank can check by itself, before it waits for others.
         said = {"every": every, "fragments": fragments, "delay": delay}
         given = {name: value for name, value in said.items() if value is not None}
-        self.settings = provisional(
+        settings = provisional(
             given, lr=lr, momentum=momentum, nesterov=nesterov, warmup_steps=warmup_steps, warmup_every=warmup_every
         )
         if inside not in INSIDE:
@@ -188,7 +187,7 @@ class Outer(TrainingState[AveragingSession]):
         ranks = meet(world, config)
         store = PrefixStore(SessionRanks.name_in(world, COUNCIL), ranks.plain_store)
         agreement = agreement_of(store, ranks.rank, ranks.size, config.timeout, ranks.peer_wait().exited_among)
-        facts = facts_of(self.settings, inside, model, trained) | {name: repr(value) for name, value in said.items()}
+        facts = facts_of(settings, inside, model, trained) | {name: repr(value) for name, value in said.items()}
         agreement.compare(facts, "make the same model and optimizer everywhere, and give Outer the same arguments")
         group, own_worker = peers_of(model, trained, inside, agreement)
         if own_worker is not None or inside == NONE:
@@ -222,12 +221,12 @@ class Outer(TrainingState[AveragingSession]):
         nbytes = wire_nbytes_of(trained, compressor)
         if len(self._workers) == 1:
             log.warning("Outer has one worker of %d ranks: nothing is exchanged", communicator.size)
-            self.settings = replace(self.settings, every=given.get("every", max(ALONE_EVERY, self.settings.every)))
+            settings = replace(settings, every=given.get("every", max(ALONE_EVERY, settings.every)))
         self.exchange = OuterExchange(
             communicator,
             connection.compression,
-            cut_into_fragments(trained, self.settings, nbytes),
-            self.settings,
+            cut_into_fragments(trained, settings, nbytes),
+            settings,
             connection,
             agreement=agreement,
             alone=len(self._workers) == 1,
@@ -241,7 +240,6 @@ class Outer(TrainingState[AveragingSession]):
             shards = world.size() // group.size()
             self._choice = ScheduleSelection(
                 self.exchange,
-                connection,
                 given,
                 lambda: OuterLink.of(communicator.rank_plans.links.priced, shards * sum(nbytes)),
                 lambda settings: cut_into_fragments(trained, settings, nbytes),
@@ -332,7 +330,6 @@ class Outer(TrainingState[AveragingSession]):
             self.exchange.step_ended()
         else:
             self._choice.step_ended()
-            self.settings = self.exchange.settings
         self.steps = self.exchange.steps
 
     def synchronize(self) -> None:
@@ -363,7 +360,11 @@ class Outer(TrainingState[AveragingSession]):
         self.exchange.check_parameters()
         if self._choice is not None and not self._choice.is_made:  # ranks that have taken more steps wait for it
             self._choice.make()
-            self.settings = self.exchange.settings
+
+    @property
+    def settings(self) -> OuterSettings:
+        """Schedule of the exchanges and rates of the outer SGD; provisional until missing ones are chosen."""
+        return self.exchange.settings
 
     def report(self) -> OuterReport:
         """Return what has been exchanged so far, with its traffic and the time that this rank has waited."""
@@ -497,7 +498,7 @@ class Outer(TrainingState[AveragingSession]):
         finally:
             if choice is not None:
                 choice.loaded(refused=refused)
-            self.settings, self.steps = self.exchange.settings, self.exchange.steps
+            self.steps = self.exchange.steps
         self._optimizer_steps.forget()  # states are saved at the end of a step
 
     def close(self) -> None:

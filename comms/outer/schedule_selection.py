@@ -21,7 +21,6 @@ import torch
 
 from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
-from gradwire.comms.session import AveragingSession
 from gradwire.compressors.base import StateDict
 from gradwire.topology.cluster import Cluster
 
@@ -124,7 +123,6 @@ class ScheduleSelection:
 
     Args:
         exchange: Exchanges whose settings are chosen; its other settings stay.
-        session: Session of its communicator.
         given: Settings of the user, by name.
         link: Returns the times of an exchange on the link; called at the choice.
         cut: Divides the model into fragments for given settings.
@@ -137,7 +135,6 @@ class ScheduleSelection:
     def __init__(
         self,
         exchange: OuterExchange,
-        session: AveragingSession,
         given: Mapping[str, int],
         link: Callable[[], OuterLink],
         cut: Callable[[OuterSettings], Sequence[Fragment]],
@@ -145,7 +142,6 @@ class ScheduleSelection:
         self.is_made = False
         self.reason = ""
         self._exchange = exchange
-        self._session = session
         self._given = dict(given)
         self._link = link
         self._cut = cut
@@ -221,8 +217,7 @@ class ScheduleSelection:
             refused: True restores the settings from before `load`.
         """
         if refused and self._before is not None:
-            self._exchange.settings, self._exchange.fragments = self._before
-            self._exchange.be_watched(self._session)
+            self._exchange.adopt(*self._before)
             self.is_made, self.reason = False, ""
         self._before = None
 
@@ -240,8 +235,7 @@ class ScheduleSelection:
         for fragment in parts:
             for name, view in zip(fragment.names, fragment.views(fragment.anchor), strict=True):
                 view.copy_(anchors[name])
-        exchange.settings, exchange.fragments = settings, parts
-        exchange.be_watched(self._session)
+        exchange.adopt(settings, parts)
         self.is_made = True
 
 

@@ -222,7 +222,7 @@ def use_a_link_that_was_looked_at(rank: int) -> tuple[int, str]:
 def test_the_choice_goes_by_the_rate_that_was_measured(processes: Processes) -> None:
     for every, report in processes(2, use_a_link_that_was_looked_at, nodes=["one", "two"]):
         assert every > 20
-        assert "0.0016 Mbit/s inter_node (probed)" in report and "assumed" not in report
+        assert "1.6 kbit/s inter_node (probed)" in report and "assumed" not in report
         assert max(map(len, report.splitlines())) <= 80
 
 

@@ -41,7 +41,6 @@ ENDED_BY = {
         comms/elastic/gradient_backup.py: bucket.result().wait
         comms/elastic/resilient_ops.py: future.wait
         comms/elastic/transfer.py: self._planned.broadcast(flat, 0).wait
-        comms/hook.py: bucket.result().wait
         comms/links/probe.py: communicator.run(barrier, plan).wait
         comms/links/probe.py: communicator.run(flat, plan).wait
         comms/links/quick_probe.py: communicator.run(own, plan).wait
