@@ -51,10 +51,10 @@ def behind_median(waits: Sequence[float]) -> list[float]:
 
 
 def is_behind(delays: Sequence[float], lengths: Sequence[float], margin: Margin, *, exceptions: int = 0) -> bool:
-    """Whether a rank is behind in all but a few observations.
+    """Returns whether a rank is behind in all but a few observations.
 
     Args:
-        delays: How much less than the median rank it waited, for each observation.
+        delays: Time by which it waited less than the median rank, for each observation.
         lengths: Seconds that each observation covers.
         margin: Delay above which a rank is behind.
         exceptions: Number of observations in which it need not be.
@@ -150,7 +150,7 @@ def origin(stuck: Sequence[Stuck]) -> Stuck | None:
 
 
 def continues(stuck: Stuck, positions: Mapping[int, Position]) -> bool:
-    """Whether training continues after a stall: each rank that waited has issued a later collective.
+    """Returns whether training continues after a stall: each rank that waited has issued a later collective.
 
     The end of a collective is no proof, because one that fails ends as well.
 
@@ -168,7 +168,7 @@ class Issue:
     Attributes:
         group: Group or channel of the call.
         line: Line of the training script.
-        sends: Whether it sends a message.
+        sends: True if it sends a message.
     """
 
     group: str
@@ -216,9 +216,9 @@ def stall_in_words(
         what: The collective: `bucket 7`, `collective 7 of group default`.
         hosts: Rank -> name of its host.
         lines: Rank -> line of the training script in which it is, of the missing ranks.
-        absent: What the missing ranks have not done: `reached`, `sent`.
+        absent: Verb for the missing ranks, which have not done it: `reached`, `sent`.
         waits: Clause about the ranks that wait; None leaves it out.
-        waited_in: What the ranks wait in, if none is missing: `in it`, `in reduce_scatter intra_node`.
+        waited_in: Place in which the ranks wait, if none is missing: `in it`, `in reduce_scatter intra_node`.
         rank_of: Returns the rank that is shown for a rank of `stuck`.
     """
     if not stuck.missing and not stuck.silent:

@@ -70,7 +70,7 @@ class _Scrapes:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still responds: False once it is closed, or its thread has failed."""
+        """True while it responds: False once it is closed, or its thread has failed."""
         return not self._closed
 
     def close(self) -> None:

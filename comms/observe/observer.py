@@ -103,7 +103,7 @@ class Observer(StepListener):
 
     @property
     def wants_times(self) -> bool:
-        """Whether the buckets of this step must be timed on CUDA as well."""
+        """True if the buckets of this step must be timed on CUDA as well."""
         return self._trace is not None
 
     def step_began(self, steps: int) -> None:

@@ -45,9 +45,9 @@ class Recorder:
 
     Args:
         clock: Clock with which the times of buckets are taken.
-        keeps: Whether notes are kept for a trace.
-        ranges: Whether ranges are recorded for torch.profiler.
-        nvtx: Whether ranges are recorded for Nsight Systems.
+        keeps: True to keep notes for a trace.
+        ranges: True to record ranges for torch.profiler.
+        nvtx: True to record ranges for Nsight Systems.
     """
 
     def __init__(self, clock: Clock, *, keeps: bool, ranges: bool, nvtx: bool = False) -> None:

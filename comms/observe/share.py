@@ -54,7 +54,7 @@ class Shared:
 
     @property
     def has_come(self) -> bool:
-        """Whether `read` would return at once. Always False on CUDA, where the host must wait for the device."""
+        """True if `read` would return at once. Always False on CUDA, where the host must wait for the device."""
         future = self._bucket.future
         return self._copied is None and future is not None and future.done()
 

@@ -101,7 +101,7 @@ def diagnose(
         reports: Rank of the communicator -> its report, of the ranks that have published one.
         hostnames: Host of each rank.
         ranks: Rank in the default group of each rank.
-        on_cuda: Whether reports lack the launch in which a rank waits.
+        on_cuda: True if the gradients are on CUDA devices: reports then lack the launch in which a rank waits.
     """
     positions = positions_of(reports, on_cuda=on_cuda)
     silent = [rank for rank in range(len(hostnames)) if rank not in reports]
@@ -137,7 +137,7 @@ def positions_of(reports: Mapping[int, StallReport], *, on_cuda: bool) -> dict[i
 
     Args:
         reports: Rank -> its report.
-        on_cuda: Whether reports lack the launch in which a rank waits. A rank then waits for the one with the fewest
+        on_cuda: True if reports lack the launch in which a rank waits. A rank then waits for the one with the fewest
             launches, if it has started more.
     """
     least = min(report.launches for report in reports.values())
@@ -158,9 +158,9 @@ class Stall:
 
     Attributes:
         report: The report.
-        collects: Whether this rank reads all reports and diagnoses them.
+        collects: True if this rank reads all reports and diagnoses them.
         passes: Polls that are left for the reports, or for the diagnosis of the collector.
-        warned: Whether the diagnosis exists.
+        warned: True if the diagnosis exists.
     """
 
     report: StallReport
@@ -195,7 +195,7 @@ class WatchedJob:
         hostnames: Host of each rank.
         ranks: Rank in the default group of each rank; messages name these.
         contents: Contents of each bucket.
-        on_cuda: Whether the gradients are on CUDA devices.
+        on_cuda: True if the gradients are on CUDA devices.
         waits: Waits of this rank in all models of the job; None if they are not published.
     """
 

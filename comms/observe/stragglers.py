@@ -178,7 +178,7 @@ class Late:
         rank: Rank in the communicator.
         column: Column in which the delay begins.
         seconds: Longest delay of a column, compared with the median rank.
-        strong: Whether one breakdown suffices to name it.
+        strong: True if one breakdown suffices to name it.
     """
 
     rank: int
@@ -254,7 +254,7 @@ def late_ranks(breakdowns: Sequence[Breakdown]) -> list[Late]:
 
 
 def _is_slow(seconds: float, usual: float, length: float, ratio: float = SLOW_LINK_RATIO) -> bool:
-    """Whether a step's transfers take much longer than usual.
+    """Returns whether a step's transfers take much longer than usual.
 
     Args:
         seconds: Time of the transfers.
@@ -285,7 +285,7 @@ def late_once(breakdowns: Sequence[Breakdown]) -> Late | None:
 
 
 def summaries_differ(summaries: Sequence[Summary], known: frozenset[int]) -> bool:
-    """Whether a breakdown is needed: other ranks than the known ones wait less than the median rank.
+    """Returns whether a breakdown is needed: other ranks than the known ones wait less than the median rank.
 
     Args:
         summaries: Summaries of all ranks.
@@ -326,7 +326,7 @@ class _OwnSteps:
             buckets: Times of its buckets.
 
         Returns:
-            Whether the previous step is complete by now.
+            True if the previous step is complete by now.
         """
         now = time.perf_counter()
         if self._ended is not None:
@@ -472,7 +472,7 @@ class _Diagnosis:
         found: Stragglers and slow links as of the last breakdown.
         once: Rank for which the others waited in the last single long wait; None without one.
         suspects: Ranks that were late in the last breakdown, and are named if they are late in the next one.
-        confirms_link: Whether a link was slow in the last breakdown, and is named if it is slow in the next one.
+        confirms_link: True if a link was slow in the last breakdown, and is named if it is slow in the next one.
     """
 
     def __init__(self, communicator: Communicator, names: Names, ranks: Sequence[int]) -> None:
@@ -737,7 +737,7 @@ class StragglerWatch:
         self._diagnosis.confirms_link = False
 
     def _waits_grow(self, summaries: Sequence[Summary], length: float) -> bool:
-        """Whether all ranks wait longer than usual, which is a sign of a slow link."""
+        """Returns whether all ranks wait longer than usual, which is a sign of a slow link."""
         least = min(summary.wait_seconds for summary in summaries)
         if least < 0:
             return False

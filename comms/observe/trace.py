@@ -159,7 +159,7 @@ class Trace:
             buckets: Buckets of the step.
 
         Returns:
-            Whether the trace is complete, and written.
+            True if the trace is complete, and written.
         """
         if self._began is None:
             return False

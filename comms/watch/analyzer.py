@@ -46,7 +46,7 @@ class OpenRequest:
         number: Number of the request in the store.
         until: Monotonic time after which ranks that have not responded are left out.
         stuck: Stuck groups and channels for which the request was made; empty for another reason.
-        compares: Whether to search for ranks that disagree. False in a job that makes progress, where ranks may issue
+        compares: True to search for ranks that disagree. False in a job that makes progress, where ranks may issue
             collectives from different lines.
     """
 
@@ -67,7 +67,7 @@ class Analyzer:
         trace: File for the timeline; None writes none.
 
     Attributes:
-        report: What was found so far.
+        report: Findings so far.
     """
 
     def __init__(self, store: WatchStore, stall_seconds: float, trace: Path | None = None) -> None:
@@ -264,7 +264,7 @@ class Analyzer:
         self._store.conclude(request.number)
 
     def _add_stall(self, stuck: Stuck, text: str, *, disagree: bool) -> None:
-        """Logs a stall; without a cause if no rank is missing and the ranks disagree, which is the cause then."""
+        """Logs a stall. If no rank is missing and the ranks disagree, that is the cause: no link is blamed."""
         if disagree and not (stuck.missing or stuck.silent):
             text = f"{one_in_words(stuck.group, stuck.number)} has been in flight for {duration(stuck.seconds)}"
         self.report.stalls.append(text)

@@ -45,7 +45,7 @@ class MessageCount:
     Attributes:
         begun: Calls of `send` and `recv` that have begun.
         done: Calls that have returned, so that torch has counted the message.
-        blocked: Whether a thread waits for a message of this group.
+        blocked: True if a thread waits for a message of this group.
     """
 
     begun: int = 0

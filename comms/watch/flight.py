@@ -58,7 +58,7 @@ class Progress:
 
     @property
     def waits(self) -> bool:
-        """Whether a collective is in flight."""
+        """True if a collective is in flight."""
         return self.issued > self.ended
 
 
@@ -71,11 +71,11 @@ class _Group:
         name: Torch's name, by which messages are counted.
         uncounted: Messages before this rank counted them.
         progress: Progress at the last poll.
-        stated: What the recorder has stated at the last poll, before corrections.
+        stated: Progress by the recorder at the last poll, before corrections.
         polls: Polls since the first one with this statement.
         next_check: Number of polls after which the entries are read; doubled after each time.
         checked: Number up to which all collectives have ended by their entries, since the first of these polls.
-        misstated: Whether reading the entries has corrected the statement of this group before.
+        misstated: True if reading the entries has corrected the statement of this group before.
         ends: Numbers that were the last to have ended at a poll, and the time of the poll.
     """
 
@@ -160,7 +160,7 @@ class FlightReader:
             group: The group.
             key: Backend and number of the group.
             stated: Progress by the recorder's state of the group.
-            always: Whether the entries are read at the first poll without a change.
+            always: True to read the entries at the first poll without a change.
         """
         if group.stated != stated:
             group.stated, group.polls, group.checked = stated, 0, 0
@@ -189,7 +189,7 @@ class FlightReader:
         """Reads the last collectives of each group, in the order in which this rank has issued them.
 
         Args:
-            lines: Whether to include the lines that issued them; without, it takes a tenth of the time.
+            lines: True to include the lines that issued them; without, it takes a tenth of the time.
         """
         found: dict[str, list[IssuedCollective]] = {}
         with without_compiler():

@@ -89,7 +89,7 @@ class _Channel:
     Attributes:
         name: `default: 0 to 1`.
         ranks: Sender and receiver, by their ranks in the default group.
-        sends: Whether this rank is the sender.
+        sends: True if this rank is the sender.
         group: Group of the channel.
         issued: Number of the last message that was issued.
         ended: Number of the last message that was handed over (sender) or waited for (receiver).
@@ -190,7 +190,7 @@ class MessageNotes:
 
     @property
     def waits(self) -> bool:
-        """Whether a thread waits for a message."""
+        """True if a thread waits for a message."""
         return any(channel.blocked is not None for channel in self._current())
 
     def issued(self) -> dict[str, list[IssuedCollective]]:

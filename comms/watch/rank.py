@@ -19,7 +19,7 @@ class EndPoint:
         number: Number of the collective that has ended.
         waited_seconds: Time for which the group had something in flight until then, since the watch began.
         seconds: Time of the poll that saw the end, by this rank's monotonic clock.
-        quiet: Whether nothing was in flight. If so, `waited_seconds` is exact; otherwise it is too long by the time
+        quiet: True if nothing was in flight. Then `waited_seconds` is exact; otherwise it is too long by the time
             from the end to the poll, one interval between polls at most.
     """
 
@@ -107,7 +107,7 @@ class RankLog:
 
     @property
     def waits(self) -> bool:
-        """Whether any group had something in flight at the last poll."""
+        """True if any group had something in flight at the last poll."""
         return any(group.progress.waits for group in self._groups.values())
 
     def note(self, seconds: float, progress: Mapping[str, Progress]) -> None:

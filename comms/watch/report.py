@@ -85,7 +85,7 @@ class WatchReport:
         groups: Groups and channels with a collective or message.
         late: Episodes in which a rank was late, ascending by their begin.
         suspects: Sentences about ranks that were late in all slices, of which there are too few to name them.
-        decided: Whether there were enough slices to name a late rank.
+        decided: True if there were enough slices to name a late rank.
         stalls: Sentences about stalls.
         disagreements: Sentences about ranks that issued different collectives.
         links: Traffic from each host to each other one over TCP.

@@ -86,12 +86,12 @@ class Session:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether the store no longer responds."""
+        """True if the store no longer responds."""
         return self._failures >= MOST_FAILURES
 
     @property
     def is_over(self) -> bool:
-        """Whether another default group has replaced this one, or the store no longer responds."""
+        """True if another default group has replaced this one, or the store no longer responds."""
         return self.is_unanswered or not dist.is_initialized() or dist.group.WORLD is not self.group
 
     def poll(self) -> None:
@@ -147,12 +147,12 @@ class Session:
 
     @property
     def leaves(self) -> bool:
-        """Whether the training thread is about to end, and compares collectives before that."""
+        """True if the training thread is about to end, and compares collectives before that."""
         return self._leaves is not None
 
     @property
     def waits(self) -> bool:
-        """Whether a collective was in flight at the last poll, or a thread waits for a message."""
+        """True if a collective was in flight at the last poll, or a thread waits for a message."""
         return self._log.waits or self._messages.waits
 
     def _issued(self) -> dict[str, list[IssuedCollective]]:

@@ -81,7 +81,7 @@ class Signals:
                 log.debug("signal %d cannot be passed to the watch: %s", number, error)
 
     def _is_mine(self, number: int) -> bool:
-        """Whether the watch still handles a signal: the program may have set a handler of its own since."""
+        """Returns whether the watch still handles a signal: the program may have set a handler of its own since."""
         return number in self._mine and signal.getsignal(number) == self._pass_on
 
     def release(self) -> None:

@@ -52,7 +52,7 @@ class WatchStraggler:
     Attributes:
         rank: Rank in the default group.
         group: Group in which they wait.
-        seconds: How much less than the median rank it waits there, in seconds per second.
+        seconds: Time by which it waits less there than the median rank, in seconds per second.
         waiting: The other ranks of that group.
         busy_with: Activity that it does for so much longer than the others; None if its main thread does the same.
         line: Line of the training script in which it does that; None if it is not known.
@@ -153,14 +153,14 @@ class GroupWaits:
 
     @property
     def decided(self) -> bool:
-        """Whether there are enough slices to name a straggler."""
+        """True if there are enough slices to name a straggler."""
         return len(self._slices) >= SLICES
 
     def behind(self, *, suspected: bool = False) -> dict[int, tuple[float, float, float]]:
         """Returns rank -> (its delay in seconds per second, since when, until when, by its own clock).
 
         Args:
-            suspected: Whether to include ranks that would be named if all further slices were like those so far.
+            suspected: True to include ranks that would be named if all further slices were like those so far.
         """
         few = len(self._slices)
         guessed = suspected and STRONG_SLICES <= few < SLICES
@@ -175,7 +175,7 @@ class GroupWaits:
         return found
 
     def _is_late(self, place: int, slices: int, margin: Margin, exceptions: int) -> bool:
-        """Whether a rank is behind in all but `exceptions` of the last slices, and there are so many."""
+        """Returns whether a rank is behind in all but `exceptions` of the last slices, and there are so many."""
         last = list(self._slices)[-slices:]
         delays = [behind_median(each.waited)[place] for each in last]
         return len(last) == slices and is_behind(delays, [each.seconds for each in last], margin, exceptions=exceptions)
@@ -232,7 +232,7 @@ class StragglerFinder:
 
     @property
     def decided(self) -> bool:
-        """Whether a straggler would have been named in some group, because it has been seen for long enough."""
+        """True if a straggler would have been named in some group, because it has been seen for long enough."""
         return any(group.decided for group in self._groups.values())
 
     def suspects(self, statuses: Mapping[int, RankStatus]) -> list[WatchStraggler]:
@@ -260,7 +260,7 @@ class StragglerFinder:
         return list(found.values())
 
     def _made_late(self, rank: int, name: str, seconds: float, since: float, until: float) -> bool:
-        """Whether a rank is late because it waits in another group, or may be, as far as is known yet."""
+        """Returns whether a rank is late because it waits in another group, or may be, as far as is known yet."""
         others = (group for other, group in self._groups.items() if other != name and rank in group.ranks)
         waits = [group.waits_for_others(rank, since, until) for group in others]
         return any(rank not in self._named if each is None else each >= seconds * MADE_LATE for each in waits)

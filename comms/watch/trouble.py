@@ -99,7 +99,7 @@ class Disagreement:
         group: Name of the group or channel.
         number: Number of the first collective in which they differ.
         issued: Rank -> what it has issued under this number.
-        by_line_alone: Whether operations and shapes are the same, and only the lines that issued them differ.
+        by_line_alone: True if operations and shapes are the same, and only the lines that issued them differ.
     """
 
     group: str
@@ -135,7 +135,7 @@ def find_disagreement(
     Args:
         group: Name of the group or channel.
         issued: Rank -> its last collectives, ascending.
-        lines: Whether to compare the lines of the script as well, if operations and shapes are equal. A script may
+        lines: True to compare the lines of the script as well, if operations and shapes are equal. A script may
             issue a collective from different lines without a fault.
     """
     numbered = {rank: {each.number: each for each in some} for rank, some in issued.items() if some}

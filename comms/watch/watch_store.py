@@ -143,7 +143,7 @@ class WatchStore:
         self._store.set(CONCLUDED, str(request))
 
     def is_concluded(self, request: int) -> bool:
-        """Whether the responses to a request have been compared."""
+        """Returns whether the responses to a request have been compared."""
         return self._store.check([CONCLUDED]) and int(self._store.read(CONCLUDED)) >= request
 
     def _put(self, kind: str, found: object) -> None:
