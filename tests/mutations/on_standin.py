@@ -16,7 +16,7 @@ ON_STANDIN = (
     ),
     Mutation(
         "on the stand-in: what the backend leaves to torch's NCCL takes no turn",
-        "comms/backend/inner_turns.py",
+        "comms/backend/inner_launches.py",
         "        return collective() if issuer is None else issuer.issue(collective)\n",
         "        return collective()\n",
         "FSDP2's all-gather on a group of the backend and a sum between replicas start in different orders.",
