@@ -72,7 +72,7 @@ OPTIMIZERS = (ANY_OPTIMIZER, "sgd", "adam", "adamw", "lamb", "adagrad", "muon", 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, read from the command line and checked."""
+    """A checked question of the command line: machine, options, gradients and workload."""
 
     machine: Machine
     options: argparse.Namespace
@@ -81,7 +81,7 @@ class Question:
     assumed_compute: str = ""
 
     def cluster(self, nodes: int) -> Cluster:
-        """The cluster with that many nodes; fewer than were asked for are the first ones."""
+        """Return the cluster of the first `nodes` nodes."""
         rates = self._rates()[:nodes]
         whole = cluster_of_machines(
             self.machine,
@@ -100,7 +100,7 @@ class Question:
         return with_node_rates(whole, [rate / 8 * share for rate in rates] if len(set(rates)) > 1 else [])
 
     def _rates(self) -> list[int]:
-        """Bits per second of a card: of each node, of all alike, or none."""
+        """Return the NIC rates in bits per second: one for each node, one for all, or none."""
         return [parse_rate(word, "--nic") for word in (self.options.nic or "").split(",") if word]
 
     def _rate(self, option: str) -> int | None:
@@ -108,7 +108,7 @@ class Question:
         return None if text is None else parse_rate(text, spelled(option))
 
     def advice(self, cluster: Cluster) -> Advice:
-        """Every plan and compressor priced on a cluster.
+        """Predict every plan and compressor on a cluster.
 
         Compressors take float32: of gradients with fewer bytes they send, and compute, as much an element.
         """
@@ -123,7 +123,7 @@ class Question:
         return advise(cluster, self.workload, prices, library=library_of(self.machine))
 
     def torch_hook(self, cluster: Cluster) -> Candidate | None:
-        """What torch's fp16_compress_hook does: one all-reduce of half as many bytes; None where it saves nothing."""
+        """Predict torch's fp16_compress_hook, one all-reduce of half the bytes; None if gradients are not float32."""
         if self.options.gradient_dtype != "float32":
             return None
         whole = self.workload
@@ -231,7 +231,7 @@ def build_parser() -> CommandParser:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """The ranks of all nodes alike, `2`, or of each, `2,1`."""
+    """Read the number of ranks: of all nodes alike, `2`, or of each node, `2,1`."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS_OF_A_NODE for word in words):
         raise argparse.ArgumentTypeError(
@@ -242,7 +242,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _check_nodes(options: argparse.Namespace) -> None:
-    """Refuses lists that do not have one entry for each node.
+    """Refuse lists that do not have one entry for each node.
 
     Raises:
         ValueError: One of them does not.
@@ -260,7 +260,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
 
 
 def read_question(options: argparse.Namespace) -> Question:
-    """Reads files and checks numbers.
+    """Read the files and check the numbers of a question.
 
     Raises:
         ValueError: An option's value does not fit; the message names it.
@@ -300,7 +300,7 @@ def read_question(options: argparse.Namespace) -> Question:
 
 
 def ranks_of(machine: Machine, options: argparse.Namespace) -> int:
-    """Ranks of the fullest node.
+    """Return the number of ranks on the fullest node.
 
     Args:
         machine: One of the nodes.
@@ -311,7 +311,7 @@ def ranks_of(machine: Machine, options: argparse.Namespace) -> int:
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
-    """One of the nodes.
+    """Return the machine that the nodes are made of.
 
     Args:
         options: Of the command line.
@@ -323,12 +323,12 @@ def machine_of(options: argparse.Namespace) -> Machine:
 
 
 def spelled(name: str) -> str:
-    """An option as the user writes it, of its attribute: `--ranks-per-node`."""
+    """Return an option as the user writes it, from its attribute: `--ranks-per-node`."""
     return "--" + name.replace("_", "-")
 
 
 def forward_seconds(options: argparse.Namespace, backward_seconds: float) -> float:
-    """A forward pass, as long as half of a backward pass unless it is given.
+    """Return the seconds of a forward pass: half of a backward pass unless given.
 
     Args:
         options: Of the command line.
@@ -344,7 +344,7 @@ def _round_trip(options: argparse.Namespace) -> float:
 
 
 def question_about(model: PublicModel, machine: Machine, options: argparse.Namespace) -> Question:
-    """The question with the shapes of a public model, and its assumed time of a backward pass where none is given.
+    """Return the question about a public model: its shapes, and its assumed backward time unless one is given.
 
     Args:
         model: The model.
@@ -372,7 +372,7 @@ def _workload(options: argparse.Namespace, nbytes: int, backward_seconds: float)
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns 0, or 2 where the question makes no sense.
+    """Run the command and return 0, or 2 for a bad option.
 
     Args:
         argv: Words after `gradwire predict`.
@@ -410,7 +410,7 @@ def main(argv: list[str]) -> int:
 
 
 def _answer_models(options: argparse.Namespace) -> None:
-    """Prints the table of public models; links and numbers of nodes are its own."""
+    """Print the table of public models on fixed links and numbers of nodes."""
     for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic), ("rtt", options.rtt),
                           ("loss", options.loss), ("nics-per-node", options.nics_per_node),
                           ("plot", options.plot), ("backward-ms", options.backward_ms),
@@ -467,7 +467,7 @@ def machine_words(machine: Machine, options: argparse.Namespace) -> str:
 
 
 def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, int]:
-    """The layout of a gradient and its bytes in float32.
+    """Return the layout of a gradient and its bytes in float32.
 
     Args:
         model: A JSON file with the parameters, or None.
@@ -497,7 +497,7 @@ def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, in
 
 
 def _entries(document: object) -> list[tuple[object, object]]:
-    """Names and shapes, unchecked, of either form."""
+    """Return the unchecked names and shapes of a file in either form."""
     if isinstance(document, dict) and isinstance(document.get("parameters"), list):
         document = document["parameters"]
     if isinstance(document, dict):
