@@ -155,12 +155,14 @@ class Agreement:
             ValueError: A fact differs; raised on all ranks with the same message.
             RuntimeError: A rank did not take part within the timeout.
         """
+        # Compare digests; most calls end here.
         text = json.dumps(list(facts.items()))
         said = self.gather(hashlib.sha256(text.encode()).hexdigest())
         like = like or [0] * self.size
         other = next((rank for rank, each in enumerate(said) if each != said[like[rank]]), None)
         if other is None:
             return
+        # Get the facts of the first rank that differs and of the rank that it must equal, and name the first one.
         pair = like[other], other
         heard = self.gather(text if self.rank in pair else "")
         first, second = (dict(_FACTS.read(heard[rank])) for rank in pair)

@@ -620,6 +620,7 @@ def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) ->
             made.append((cuda, backend_type.NCCL, _lazy_nccl(options)))
         else:
             made.append((cuda, backend_type.GLOO, gloo))
+    # What torch's own constructor of process groups sets on backends.
     for _, _, backend in made:
         backend.options.global_ranks_in_group = options.global_ranks_in_group
         backend.options.group_name = GroupName(options.group_id)

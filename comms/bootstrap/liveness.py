@@ -185,10 +185,12 @@ class LivenessRing:
         self._launches = launches
         self._poll_seconds = poll_seconds(size)
         self._next_poll = 0.0
+        # Connections: from the rank before, and to the next rank and one on another host.
         self._connections = RingConnections(rank, size)
         self._records = MemberRecords(store, rank)
         targets = [each for each in dict.fromkeys([(rank + 1) % size, across]) if each is not None]
         self._dialer = Dialer(self._records, rank, targets, self._connections, self._poll_seconds)
+        # Life of the ring, and its threads.
         self.closed: set[int] = set()
         self._closed = threading.Event()
         self._orderly = False

@@ -124,11 +124,13 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
         raise ValueError(
             f"`hostname` has {sorted(depth)} units before the name on different ranks; wanted the same number on all"
         )
+    # Number racks, nodes and so on in the order of their first rank.
     numbers: dict[tuple[object, ...], int] = {}
     locations = []
     for info in infos:
         outer = [_number(numbers, info.location[: end + 1]) for end in range(len(info.location))]
         locations.append((*outer, _number(numbers, (*info.location, info.host))))
+    # Links on CPUs; for GPUs the first guess, from which NCCL's links are derived.
     cluster = _with_links(locations, *_assumed(infos))
     if infos[0].device != "cuda":
         return with_node_rates(cluster, _node_rates(infos, cluster))

@@ -326,12 +326,14 @@ class _Leader(_Rank):
         naps = Naps()
         while True:
             self._pack_block()
+            # A rank whose settings differ has refused: end for all with its reason.
             if self._store.check([f"{self._generation}/refused"]):
                 reason = self._store.read(f"{self._generation}/refused").decode()
                 self._announce(self._generation, {"refused": reason})
                 raise self._refuse(reason)
             if self._packed and self._store.check(blocks):
                 break
+            # Name the missing ranks after the timeout, or earlier if they are known to have exited.
             if time.monotonic() > self._deadline:
                 missing = self._missing(blocks)
                 self._announce(self._generation, {"missing": missing})
@@ -388,6 +390,7 @@ class _Follower(_Rank):
         naps, came = self._naps(), False
         while True:
             came = came or self._store.check([ROUND])
+            # Follow rank 0: join a generation that is open, end with one that has an outcome.
             if came:
                 record = asdict(_ROUND.read(self._store.read(ROUND)))
                 if record["generation"] != self._generation and record["outcome"] is None:
@@ -397,6 +400,7 @@ class _Follower(_Rank):
                     return self._finish(record["outcome"])
             if self._generation:
                 self._pack_block()
+            # Give up after the timeout, or if rank 0 has exited.
             if time.monotonic() > self._deadline:
                 raise self._timed_out()
             if self._own.rank == 1 and not self._generation:

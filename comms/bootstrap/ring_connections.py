@@ -245,7 +245,7 @@ class RingConnections:
         self.token = secrets.token_bytes(TOKEN_NBYTES)
         self.peers: dict[socket.socket, PeerConnection] = {}
         self.selector: selectors.BaseSelector | None = None
-        self.send_lock = threading.Lock()
+        self.send_lock = threading.Lock()  # Guards sends and closes; see above.
         self._rank = rank
         self._waker, self._woken = socket.socketpair()
         self.listener = listener(BACKLOG)
