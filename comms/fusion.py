@@ -1,8 +1,9 @@
-"""Which gradients travel together: DDP's buckets are joined into transfers, and large ones cut, by a plan of cuts.
+"""Fusion: joins DDP's buckets into all-reduces, and cuts large ones into pieces.
 
-DDP fixes its buckets when the model is wrapped; what is launched, and when, is decided here and may change between
-two steps. Every rank sees the same buckets in the same order, so every rank launches the same transfers. An element's
-sum does not depend on where it lies where the configuration fuses (see `rank_order`): no plan then changes a bit.
+DDP fixes its buckets when the model is wrapped. Fusion decides which of them are reduced together, and when; that may
+change between two steps. Every rank sees the same buckets in the same order, so all start the same all-reduces. If the
+configuration fuses, the order of sums does not depend on the position of an element (see `rank_order`), so that no
+fusion plan changes a bit.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,15 @@ from gradwire.compressors.base import Layout, Slice
 
 @dataclass(frozen=True, slots=True)
 class FusionPlan:
-    """Where the sequence of a step's buckets is cut into transfers.
+    """Boundaries between the all-reduces of a step.
 
     Attributes:
-        cuts: A transfer ends after this many buckets, counted from the start of the step, ascending; buckets behind the
-            last cut travel when the step ends.
-        sizes: Bytes of the step's buckets that the cuts were made for; another sequence falls back to
-            `threshold_nbytes`.
-        threshold_nbytes: Without fitting cuts a transfer ends as soon as it holds so much; 0 sends every bucket alone.
-        piece_nbytes: A bucket larger than this travels in several transfers; 0 leaves buckets whole.
+        cuts: Numbers of buckets, counted from the start of the step, after which an all-reduce ends; ascending. Buckets
+            after the last cut are reduced when the step ends.
+        sizes: Bytes of the buckets for which the cuts were made; a step with other sizes uses `threshold_nbytes`.
+        threshold_nbytes: Bytes at which an all-reduce ends if there are no cuts for these sizes; 0 reduces each bucket
+            alone.
+        piece_nbytes: Size above which a bucket is cut into several all-reduces; 0 leaves buckets whole.
         delayed: Nothing travels before the step's last bucket has come; then all buckets of a dtype travel together.
     """
 
@@ -45,11 +46,11 @@ class FusionPlan:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted 0 or a positive number")
 
     def ends_transfer(self, sizes: Sequence[int], pending_nbytes: int) -> bool:
-        """Whether a transfer ends after the last of the buckets seen so far.
+        """Returns whether an all-reduce ends after the last bucket seen so far.
 
         Args:
-            sizes: Bytes of the step's buckets so far.
-            pending_nbytes: Bytes of those that have not been launched.
+            sizes: Bytes of the buckets of this step so far.
+            pending_nbytes: Bytes of those that have not been started.
         """
         if self.delayed:
             return False
@@ -58,17 +59,17 @@ class FusionPlan:
         return pending_nbytes >= self.threshold_nbytes
 
     def cuts_up(self, flat: Tensor) -> bool:
-        """Whether a bucket, travelling alone, is larger than a piece."""
+        """Returns whether a bucket is larger than a piece, so that it is cut."""
         return self.piece_nbytes > 0 and flat.nbytes > self.piece_nbytes
 
     def pieces(self, flat: Tensor) -> list[tuple[int, int]]:
-        """The runs of elements that a bucket, travelling alone, is cut into.
+        """Returns the pieces that a bucket is cut into.
 
         Args:
-            flat: 1-D, any dtype; read for its size alone.
+            flat: Tensor of the bucket, 1-D; only its size and dtype are used.
 
         Returns:
-            (start, stop) of each run, ascending and without gaps; one run where nothing is cut.
+            (start, stop) of each piece, ascending and without gaps; one piece if the bucket is not cut.
         """
         if not self.cuts_up(flat):
             return [(0, flat.numel())]
@@ -77,10 +78,10 @@ class FusionPlan:
 
 
 class Fusion:
-    """Decides when buckets travel, and which of them together.
+    """Collects the buckets of a step, and returns the all-reduces to start.
 
     Args:
-        plan: The plan of the first step.
+        plan: Fusion plan of the first step.
 
     Attributes:
         last_sizes: Bytes of the last step's buckets, in the order of their arrival.
@@ -99,29 +100,34 @@ class Fusion:
 
     @property
     def plan(self) -> FusionPlan:
-        """The plan of the running step."""
+        """The fusion plan of the current step."""
         return self._plan
 
     def change(self, plan: FusionPlan) -> None:
-        """Sets the plan from the next step on; every rank must do so in the same step."""
+        """Sets the plan from the next step on; all ranks must call it in the same step.
+
+        Args:
+            plan: The new plan.
+        """
         if self._sizes:
             self._next = plan
         else:
             self._take_up(plan)
 
     def add(self, bucket: Bucket) -> list[AllReduce]:
-        """Takes in a bucket; nothing is copied or changed before a launch starts.
+        """Adds a bucket; nothing is copied or changed before an all-reduce starts.
 
         Args:
-            bucket: Buckets of one dtype and device may be joined, if all or none of them have a layout.
+            bucket: The bucket. Buckets of one dtype and device are joined, if all or none of them have a layout.
 
         Returns:
-            What is to be launched now, in this order: nothing, as long as the plan ends no transfer here.
+            All-reduces to start now, in this order; empty if the plan waits for further buckets.
         """
         plan, nbytes = self._plan, bucket.flat.nbytes
         self._sizes.append(nbytes)
         if not self._waiting and plan.ends_transfer(self._sizes, nbytes):
-            return self._pieces(bucket)  # as most do
+            # The usual case: the bucket is reduced alone.
+            return self._pieces(bucket)
         parted = self._waiting and not plan.delayed and not _alike(self._waiting[0], bucket)
         launches = self._join() if parted else []
         ends = plan.ends_transfer(self._sizes, nbytes + sum(each.flat.nbytes for each in self._waiting))
@@ -131,14 +137,14 @@ class Fusion:
         return launches + self._join() if ends or not self.defers else launches
 
     def flush(self) -> list[AllReduce]:
-        """What is held back, to be launched now, in the middle of a step."""
+        """Returns all-reduces of the waiting buckets, to start in the middle of a step."""
         return self._join()
 
     def end_step(self) -> list[AllReduce]:
-        """Takes up a new plan; all ranks, at the same point of the sequence of buckets.
+        """Ends a step, and uses a plan set by `change` from now on.
 
         Returns:
-            What remains to be launched.
+            All-reduces of the buckets that are still waiting.
         """
         launches = self._join()
         self.last_sizes = tuple(self._sizes)
@@ -149,10 +155,11 @@ class Fusion:
 
     def _take_up(self, plan: FusionPlan) -> None:
         self._plan, self._next = plan, None
-        self._pool = Pool()  # launches under way give their buffers back to the old one, which ends with them
+        # All-reduces in flight return their buffers to the old pool, which is freed with them.
+        self._pool = Pool()
 
     def _join(self) -> list[AllReduce]:
-        """The buckets that wait, as what is to be launched."""
+        """Returns all-reduces of the waiting buckets, one for each dtype and device, and clears them."""
         groups: list[list[Bucket]] = []
         for bucket in self._waiting:
             group = next((group for group in groups if _alike(group[0], bucket)), None)

@@ -1,4 +1,4 @@
-"""Which plan, and whether to compress at all: every plan and compressor priced for one training step, and a verdict.
+"""Advice on plan and compressor: predicts a training step for every combination, and recommends one.
 
 A step is a backward pass that produces buckets at an even pace and a network that takes them one after another; the
 optimizer can begin when both are done. What communication adds to the backward pass is called exposed.
@@ -23,14 +23,14 @@ from gradwire.topology.cluster import Cluster
 from gradwire.topology.wording import ms
 
 PLANS = ("flat", "hierarchical", "leader")
-"""What gradwire can run."""
+"""Plans that gradwire can run."""
 
 REFERENCES = (TREE, NVLS_TREE, HALVING_DOUBLING)
-"""What other libraries run; priced for comparison. `tree` and, where an NVSwitch sums, `nvls_tree` are what NCCL may
-choose for the flat plan."""
+"""Plans that other libraries run, predicted for comparison. NCCL may choose `tree` for the flat plan and, if an NVSwitch
+sums, `nvls_tree`."""
 
 LEAST_DISTORTION_FIRST = tuple(CODEC_FACTS)
-"""Compressors in the order of what they do to a gradient; an unknown one comes last."""
+"""Compressors in ascending order of distortion; an unknown one comes last."""
 
 SGD_ONLY = {
     "onebit": "its momentum takes the place of SGD's",
@@ -43,36 +43,36 @@ LONG_RUNS_ONLY = {"dgc": "needs a very long run: in the runs that were tried it 
 docs/results/convergence.md the trainings."""
 
 ANY_OPTIMIZER = "any"
-"""Nobody has said which: then only what is known to fit all that were tried is recommended."""
+"""Value of `optimizer` if it is not known: only compressors that suit all tested optimizers are recommended."""
 SAY_OPTIMIZER = "; say which optimizer is yours"
-"""Ends a warning that does not hold for every optimizer, if nobody has said which it is."""
+"""End of a warning that does not hold for every optimizer, if the optimizer is not known."""
 TRIED_OPTIMIZERS = ("sgd", "adamw")
-"""Those that docs/results/convergence.md has trainings with; what is recommended for any optimizer fits both."""
+"""Optimizers with trainings in docs/results/convergence.md; a recommendation for any optimizer suits both."""
 UNLIKE_OPTIMIZERS = ("muon",)
-"""Those whose trainings end behind with much that fits `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
+"""Optimizers that end at a higher loss with compressors that suit `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
 
 WORTHWHILE = 0.05
 """Compression is recommended if it shortens the step by more than this share; within it, least distortion wins."""
 
 MOST_OF_IT = 0.75
-"""Where the backward pass, and so the step, is not known, this share of the best compressor's saving is enough."""
+"""Share of the best compressor's saving that is enough if the duration of the backward pass is not known."""
 
 HIDDEN = 0.02
-"""Communication counts as hidden where it adds less than this share to the backward pass."""
+"""Share of the backward pass; communication that adds less counts as hidden."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one step has to move, and what else it does.
+    """One training step: gradients to exchange, and computation.
 
     Attributes:
-        gradient_nbytes: Of all gradients.
-        backward_seconds: How long a backward pass takes without communication; 0 is unknown.
-        bucket_nbytes: Gradients that travel together.
+        gradient_nbytes: Bytes of all gradients.
+        backward_seconds: Seconds of a backward pass without communication; 0 if unknown.
+        bucket_nbytes: Bytes of a bucket.
         optimizer: `sgd`, `adam`, ...: some compressors require one.
         accumulate: Micro-batches of a step. All but the last send nothing (`no_sync`), and nothing hides behind them.
-        micro_seconds: How long each of those takes; 0: as long as a backward pass.
-        rest_seconds: Of a step besides backward passes and communication: forward, data, the optimizer.
+        micro_seconds: Seconds of each of those; 0 takes those of a backward pass.
+        rest_seconds: Seconds of forward pass, data loading and optimizer in a step.
     """
 
     gradient_nbytes: int
@@ -89,7 +89,7 @@ class Workload:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds of a step before the backward pass that sends."""
+        """Seconds of the micro-batches that send nothing."""
         return (self.accumulate - 1) * (self.micro_seconds or self.backward_seconds)
 
 
@@ -105,8 +105,8 @@ class Candidate:
         step_seconds: From the start of the backward pass to the last gradient, of the first micro-batch's where a step
             accumulates several; and the rest of the step, where that is known.
         exposed_seconds: What communication adds to the backward pass.
-        hidden: Communication all but disappears behind the backward pass.
-        limit: What limits it, in words.
+        hidden: Whether communication adds next to nothing to the backward pass.
+        limit: Resource that limits it, in words.
         warning: Why it is not recommended whatever its speed; empty where there is nothing against it.
         available: gradwire can run it; it compresses between nodes only, so always in the hierarchical plan.
     """
@@ -125,7 +125,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """One plan and one compressor, and why."""
+    """A recommended plan and compressor, with the reason."""
 
     plan: str
     compressor: str
@@ -133,7 +133,7 @@ class Recommendation:
 
     @property
     def write(self) -> str:
-        """What to put into a script for it."""
+        """Line of code for a script that follows the recommendation."""
         if self.compressor in SGD_ONLY:
             momentum = "compressor_options=gradwire.take_momentum(optimizer)"
             return f'state = gradwire.HookState(model, compressor="{self.compressor}", {momentum})'
@@ -146,7 +146,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Everything that was priced, and the verdict."""
+    """All candidates, and the recommendation."""
 
     candidates: tuple[Candidate, ...]
     recommend: Recommendation
@@ -157,13 +157,13 @@ class Advice:
 
 
 def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *, library: str = "gloo") -> Advice:
-    """Prices every plan with every compressor and recommends one.
+    """Predicts every plan with every compressor and recommends one.
 
     Args:
-        cluster: Where the ranks are and what the links give.
-        workload: What a step moves.
-        prices: Of the compressors to consider; `none` is always considered.
-        library: Who runs a flat plan: `nccl` takes the faster of ring and tree, `gloo` a ring.
+        cluster: Placement of the ranks, and link rates.
+        workload: The training step.
+        prices: Costs of the compressors to consider; `none` is always considered.
+        library: Library that runs a flat plan: `nccl` takes the faster of ring and tree, `gloo` a ring.
     """
     considered = (EXACT, *(price for price in prices if price.name != EXACT.name))
     candidates = [
@@ -181,11 +181,11 @@ def _has_nvls_tree(cluster: Cluster) -> bool:
 
 
 def step_seconds(bucket_plans: Sequence[Plan], arrivals: Sequence[float]) -> float:
-    """When the last bucket is done.
+    """Returns the seconds from the start of the backward pass to the end of the last bucket's all-reduce.
 
     Args:
-        bucket_plans: One for each bucket, in order.
-        arrivals: When the backward pass hands each of them over, in seconds.
+        bucket_plans: Plans of the buckets, in order.
+        arrivals: Seconds at which the backward pass has computed each bucket.
     """
     free = done = 0.0
     for plan, arrival in zip(bucket_plans, arrivals, strict=True):
@@ -195,7 +195,7 @@ def step_seconds(bucket_plans: Sequence[Plan], arrivals: Sequence[float]) -> flo
 
 
 def buckets_of(workload: Workload) -> list[int]:
-    """Sizes of the buckets, in bytes: full ones, and the remainder."""
+    """Returns the sizes of the buckets in bytes: full ones, and the remainder."""
     full, rest = divmod(workload.gradient_nbytes, workload.bucket_nbytes)
     return [workload.bucket_nbytes] * full + ([rest] if rest else [])
 
@@ -237,7 +237,7 @@ def _priced(cluster: Cluster, nbytes: int, name: str, price: CodecPrice, library
 
 
 def _is_hidden(exposed: float, workload: Workload, last: Plan) -> bool:
-    """The last bucket arrives when backward is over, so its own time is always exposed and does not count."""
+    """Returns whether communication counts as hidden. The last bucket is never hidden, and so does not count."""
     return workload.backward_seconds > 0 and exposed <= last.seconds + HIDDEN * workload.backward_seconds
 
 
@@ -245,7 +245,12 @@ NOTHING_TO_SEND = "nothing to send"
 
 
 def limit_in_words(limit: str, cluster: Cluster) -> str:
-    """What most of the time is spent on: a level's name, `latency` or `processor`, as people say it."""
+    """Returns the resource that limits a plan as users call it.
+
+    Args:
+        limit: `Plan.limit`: name of a level, `latency` or `processor`.
+        cluster: Cluster of the plan.
+    """
     names = {
         "latency": "latency of messages",
         "processor": "processor",
@@ -256,7 +261,7 @@ def limit_in_words(limit: str, cluster: Cluster) -> str:
 
 
 def warning_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str:
-    """Returns why a compressor is not to be recommended for the gradients of every step; empty where it may be.
+    """Returns why a compressor is not recommended for the gradients of every step; empty if it may be.
 
     Args:
         compressor: As in `compressor=`.
@@ -284,7 +289,7 @@ def _warning(compressor: str, optimizer: str) -> str:
 
 
 def _tried_like(optimizer: str) -> tuple[str, ...]:
-    """Whose trainings say something of an optimizer, in `OPTIMIZER_NAMES`; of an unknown one all `TRIED_OPTIMIZERS`."""
+    """Returns the tested optimizers that behave like this one; all of `TRIED_OPTIMIZERS` if it is unknown."""
     kind = optimizer.lower()
     if any(part in kind for part in ORTHOGONALISING):
         return ("muon",)
@@ -294,7 +299,7 @@ def _tried_like(optimizer: str) -> tuple[str, ...]:
 
 
 def condition_of(compressor: str, optimizer: str) -> str:
-    """Returns the sentence that a recommendation needs beside it; empty where it holds as it stands.
+    """Returns a condition of a recommendation as a sentence; empty if there is none.
 
     Args:
         compressor: That is recommended.
@@ -307,7 +312,7 @@ def condition_of(compressor: str, optimizer: str) -> str:
 
 
 def _enough_gain(cluster: Cluster, exact: Candidate, flat: Candidate) -> bool:
-    """Whether the planner would leave the flat plan for this one."""
+    """Returns whether the planner would take this plan instead of the flat one."""
     saved = flat.seconds - exact.seconds
     if cluster.fabric is None:
         return saved >= flat.seconds * MINIMUM_GAIN
@@ -335,7 +340,7 @@ def _recommend(candidates: Sequence[Candidate], workload: Workload, cluster: Clu
 
 
 def distortion_of(compressor: str) -> int:
-    """How much a compressor changes gradients, as its place in `LEAST_DISTORTION_FIRST`."""
+    """Returns the distortion of a compressor, as its index in `LEAST_DISTORTION_FIRST`."""
     return (
         LEAST_DISTORTION_FIRST.index(compressor)
         if compressor in LEAST_DISTORTION_FIRST

@@ -35,7 +35,7 @@ SLOWEST_GPU_BYTES_PER_SECOND = GPU_MEMORY_SHARE * min(*GPU_MEMORY.values(), *AMD
 
 @dataclass(frozen=True, slots=True)
 class CodecFacts:
-    """What is known of a compressor beside what it says itself.
+    """Facts about a compressor that predictions and advice need.
 
     Attributes:
         touched_nbytes: Bytes that encoding and decoding read and write for each element of a shard, residual and
@@ -45,9 +45,9 @@ class CodecFacts:
             of it that a rank owns. A residual or a momentum is two float32: the value, and the one that takes its place
             when the step is known to be finite; onebit's units are one. PowerSGD's factors, which are small, are left
             out.
-        trained: The optimizers of `OPTIMIZER_NAMES` with which docs/results/convergence.md or
-            docs/results/optimizers.md has a training of it. Where nobody has trained with it, it is not recommended.
-        rounds: Times that every member hears from every other.
+        trained: Optimizers of `OPTIMIZER_NAMES` with which docs/results/convergence.md or docs/results/optimizers.md
+            has a training. It is recommended with these only.
+        rounds: Exchanges of every member with every other.
     """
 
     touched_nbytes: float
@@ -57,7 +57,7 @@ class CodecFacts:
 
 
 OPTIMIZER_NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
-"""Optimizers that trainings were made with, as sentences write them."""
+"""Optimizers with which compressors were tested in trainings, with their names in sentences."""
 _ALL = tuple(OPTIMIZER_NAMES)
 
 CODEC_FACTS = {
@@ -74,32 +74,32 @@ CODEC_FACTS = {
     "onebit": CodecFacts(49.0, (20.0, 8.0), ("sgd", "muon")),
     "dgc": CodecFacts(28.0, (16.0, 0.0), ("sgd", "muon")),
 }
-"""Every compressor that comes with gradwire, in the order of what they do to a gradient."""
+"""Facts about every built-in compressor, in ascending order of distortion."""
 
 UNKNOWN_CODEC = CodecFacts(32.0, (8.0, 8.0), ())
-"""What is assumed of a compressor that a user has registered: it keeps what a codec with both residuals does."""
+"""Facts assumed of a compressor that a user has registered: those of a codec with both residuals."""
 
 EDGE = 0.25
-"""Part of a measurement at its beginning and at its end in which not all ranks may be computing yet, or still."""
+"""Part at the beginning and at the end of a measurement that is ignored, because some ranks may be idle then."""
 
 
 def codec_facts(name: str) -> CodecFacts:
-    """What is known of a compressor, or is assumed of one that nobody here knows.
+    """Returns the facts about a compressor; assumed ones if it is not built in.
 
     Args:
-        name: Of the registry.
+        name: Name in the registry.
     """
     return CODEC_FACTS.get(name, UNKNOWN_CODEC)
 
 
 def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_second: float) -> CodecPrice:
-    """The price of a compressor in its final state, warm-up over.
+    """Returns the cost of a compressor after its warm-up.
 
     Args:
-        name: As in `compressor=`.
+        name: Name of the compressor.
         layout: Parameters of the gradient; the ratio of PowerSGD depends on their shapes.
         group_size: Ranks that exchange each shard: the number of nodes.
-        memory_bytes_per_second: Of the processor that encodes.
+        memory_bytes_per_second: Memory rate of the processor that encodes.
 
     Raises:
         ValueError: No such compressor.
@@ -120,7 +120,7 @@ def codec_seconds(name: str, memory_bytes_per_second: float) -> float:
 
     Args:
         name: Of the compressor; also one that a user has registered.
-        memory_bytes_per_second: Of the processor that encodes.
+        memory_bytes_per_second: Memory rate of the processor that encodes.
     """
     return codec_facts(name).touched_nbytes / ELEMENT_NBYTES / memory_bytes_per_second
 

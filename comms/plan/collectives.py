@@ -45,18 +45,18 @@ SMALL_NBYTES = 64 << 10
 size plans measured 0.86 to 2.8 times as fast as gloo at 200 Mbit, most of them 1.3 (2-core EPYC VM, 2026-11-22)."""
 
 Steps = list[list[Transfer]]
-"""The transfers of each phase of one chunk, of all ranks."""
+"""Transfers of all ranks for one chunk, by phase and step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivePlan:
-    """How one collective runs between nodes, whatever the rank.
+    """The plan of one all_gather, reduce_scatter or broadcast, for all ranks.
 
     Attributes:
-        plan: Its phases, the number of chunks, and what it is predicted to cost.
+        plan: Phases, number of chunks and prediction.
         numel: Elements of a piece (all_gather, reduce_scatter) or of the tensor (broadcast).
-        columns: The chunks: runs of elements of every piece, or of the tensor.
-        chunks: The transfers of each.
+        columns: Chunks: ranges of elements of every piece, or of the tensor.
+        chunks: Transfers of each chunk.
     """
 
     plan: Plan
@@ -65,7 +65,11 @@ class CollectivePlan:
     chunks: tuple[Steps, ...]
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """What one rank does."""
+        """Returns the part of one rank.
+
+        Args:
+            rank: The rank.
+        """
         plan = self.plan
         chunks = []
         for (start, stop), steps in zip(self.columns, self.chunks, strict=True):
@@ -76,7 +80,7 @@ class CollectivePlan:
         return RankPlan(plan, tuple(chunks), ((0, 0), *hops), turn, direct=False)
 
     def own_runs(self, rank: int) -> list[tuple[int, int]]:
-        """The runs of elements that a reduce_scatter makes sums in on one rank, ascending and apart."""
+        """Returns the ranges of elements in which a reduce_scatter makes sums on one rank, ascending and disjoint."""
         runs = [
             (transfer.start + transfer.bounds[place], transfer.start + transfer.bounds[place + 1])
             for steps in self.chunks
@@ -96,7 +100,13 @@ class CollectivePlan:
 
 @lru_cache(maxsize=64)
 def stand_ins(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """The rank that stands for a piece in a node, for each node and piece: in its own node its owner."""
+    """Returns, for each node and piece, the rank of the node that sends and receives that piece between nodes.
+
+    In the node of the piece's owner it is the owner. Pieces are spread evenly over the ranks of each other node.
+
+    Args:
+        cluster: Placement of the ranks.
+    """
     nodes = cluster.nodes
     found = [[0] * cluster.size for _ in nodes]
     for home in nodes:
@@ -111,15 +121,15 @@ def stand_ins(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 def plan_collective(
     cluster: Cluster, op: str, numel: int, element_nbytes: int = 1, *, root: int = 0, chunks: int = 0
 ) -> CollectivePlan:
-    """The plan of one collective on the CPU.
+    """Plans one collective of CPU tensors.
 
     Args:
-        cluster: Where the ranks are and what the links give.
+        cluster: Placement of the ranks, and link rates.
         op: `all_gather`, `reduce_scatter` or `broadcast`.
         numel: Elements of a piece; of the tensor of a broadcast.
-        element_nbytes: Size of an element.
-        root: Who has the tensor of a broadcast.
-        chunks: Pieces to pipeline; 0 chooses.
+        element_nbytes: Bytes of an element.
+        root: Rank that sends the tensor of a broadcast.
+        chunks: Number of chunks; 0 chooses.
 
     Raises:
         ValueError: `op` is unknown.
@@ -154,26 +164,26 @@ def plan_collective(
 
 
 def library_seconds(cluster: Cluster, op: str, nbytes: int, root: int = 0) -> float:
-    """What gloo is predicted to need for a collective over all ranks.
+    """Returns the predicted seconds of gloo's own collective over all ranks.
 
     Args:
-        cluster: Where the ranks are and what the links give.
+        cluster: Placement of the ranks, and link rates.
         op: `all_gather`, `reduce_scatter` or `broadcast`.
-        nbytes: Of the whole tensor: all pieces.
-        root: Of a broadcast.
+        nbytes: Bytes of the whole tensor, that is, of all pieces.
+        root: Sending rank of a broadcast.
     """
     cost, times = _library_cost(cluster, op, root)
     return times * cost.seconds(nbytes)
 
 
 def beats_library(cluster: Cluster, op: str, nbytes: int, root: int = 0) -> bool:
-    """Whether the plan is predicted to be clearly faster than gloo's own collective.
+    """Returns whether the plan is predicted to be clearly faster than gloo's own collective.
 
     Args:
-        cluster: Where the ranks are and what the links give.
+        cluster: Placement of the ranks, and link rates.
         op: `all_gather`, `reduce_scatter` or `broadcast`.
-        nbytes: Of the whole tensor: all pieces.
-        root: Of a broadcast.
+        nbytes: Bytes of the whole tensor, that is, of all pieces.
+        root: Sending rank of a broadcast.
     """
     if nbytes < SMALL_NBYTES:
         return False
@@ -211,7 +221,7 @@ def _part(phase: Phase, transfers: Iterable[Transfer], rank: int) -> PhasePart:
 
 
 def _in_two_steps(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> Steps:
-    """An all_gather or a reduce_scatter: sums are made inside the nodes first, and what is whole gets there last."""
+    """Plans an all_gather (between the nodes first) or a reduce_scatter (inside the nodes first) of one chunk."""
     inside = _inside(cluster, op, numel, column)
     if len(cluster.nodes) == 1:
         return [inside]
@@ -220,7 +230,7 @@ def _in_two_steps(cluster: Cluster, op: str, numel: int, column: tuple[int, int]
 
 
 def _inside(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> list[Transfer]:
-    """What the ranks of each node do in shared memory: each has, or makes, the pieces that it stands for."""
+    """Returns the transfers of pieces inside each node, through shared memory; see `stand_ins`."""
     start, stop = column
     transfers: list[Transfer] = []
     if start == stop:
@@ -240,7 +250,7 @@ def _inside(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> l
 
 
 def _runs(holders: Sequence[int], *, whole: bool) -> list[tuple[int, int]]:
-    """Runs of pieces that lie end to end and whose holders ascend: each is one collective."""
+    """Splits pieces into ranges of consecutive pieces with ascending holders, each of which one collective can move."""
     ends = [
         place
         for place in range(1, len(holders) + 1)
@@ -250,7 +260,7 @@ def _runs(holders: Sequence[int], *, whole: bool) -> list[tuple[int, int]]:
 
 
 def _between(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> list[Transfer]:
-    """Each piece's way between its owner and those that stand for it elsewhere."""
+    """Returns the transfers of each piece between its owner and the ranks that handle it on the other nodes."""
     start, stop = column
     if start == stop:
         return []
@@ -269,7 +279,7 @@ def _between(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> 
 
 @lru_cache(maxsize=64)
 def correspondents(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks that exchange pieces with each other: one rank of each node, where nodes are alike."""
+    """Returns the sets of ranks that exchange pieces with each other; in equal nodes one rank of each node."""
     joined = {rank: {rank} for rank in range(cluster.size)}
     for row in stand_ins(cluster):
         for piece, rank in enumerate(row):
@@ -306,20 +316,20 @@ def _broadcast(cluster: Cluster, root: int, start: int, stop: int, align: int) -
 
 
 def _from_root(cluster: Cluster, root: int) -> Sequence[tuple[int, ...]]:
-    """The nodes in the order in which a broadcast reaches them."""
+    """Returns the nodes in the order in which a broadcast reaches them."""
     first = cluster.node_rank(root)
     return [*cluster.nodes[first:], *cluster.nodes[:first]]
 
 
 def _holders(ranks: Sequence[int], parts: int) -> list[int]:
-    """The rank of a node that carries each part of a broadcast between nodes."""
+    """Returns the rank of a node that sends and receives each part of a broadcast between nodes."""
     shares = child_shares(parts, len(ranks))
     return [ranks[bisect_right(shares, part) - 1] for part in range(parts)]
 
 
 @lru_cache(maxsize=128)
 def _costs(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, tuple[PhaseCost, ...], tuple[PhaseCost, ...]]:
-    """Costs of one byte of tensor: inside the nodes (all phases together), between them hop by hop, and all of that."""
+    """Returns the costs for one byte of the tensor: inside the nodes, between them hop by hop, and all of these."""
     model = CostModel(cluster, {})
     inside = model.phase(Phase(ALL_GATHER if op == ALL_GATHER else REDUCE_SCATTER, 0, cluster.widest(0)))
     if op == BROADCAST:
@@ -356,7 +366,7 @@ def _costs(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, tuple[Phase
 
 @lru_cache(maxsize=128)
 def _library_cost(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, float]:
-    """Gloo's own algorithm, and how often it runs: an all_gather is half of a ring's all_reduce."""
+    """Returns the cost of gloo's own algorithm, and how often it runs: an all_gather is half of a ring all_reduce."""
     model = CostModel(cluster, {})
     if op != BROADCAST:
         cost = model.messages(flat_messages(shape_of(cluster), RING), ring=True)
@@ -370,7 +380,7 @@ def _library_cost(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, floa
 
 
 def _messages(pairs: Sequence[tuple[int, int, float]], rounds: int) -> Messages:
-    """Messages (source, target, bytes), of which so many follow one another."""
+    """Makes messages of (source, target, bytes), of which `critical` follow one another."""
     sources, targets = (np.array([pair[place] for pair in pairs], dtype=np.intp) for place in range(2))
     nbytes = np.array([pair[2] for pair in pairs])
     return Messages(sources, targets, nbytes, lambda alphas: rounds * float(alphas.max(initial=0.0)))
