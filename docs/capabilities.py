@@ -1,7 +1,8 @@
 """Writes docs/explanation/capabilities.md from what the code registers: `python docs/capabilities.py`.
 
-A row is what a registry has: the commands, the ways in, the options of the hook, the compressors, the transports and
-the listeners of a step. Its sentence is the first of the docstring. A test compares the page with the code.
+A row is an entry of a registry: the ways in, the options of the hook, the compressors, the transports and the commands.
+Listeners are listed, too, and not counted: each serves one of the options. The sentence of a row is the first one of a
+docstring. A test compares the page with the code.
 """
 
 import ast
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "explanation" / "capabilities.md"
 WAYS_IN = ("HookState", "attach", "wrap", "Outer", "watch")
 """Public names that put gradwire into a training script; the sharded one is `gradwire.fsdp.apply`."""
+LISTENERS = "Listeners of a step, each of which serves one of the options"
 TRANSPORT_MODULES = {"gloo": "torch_group", "nccl": "nccl", "mpi": "mpi"}
 """Value of `transport` -> its module in comms/transport; `auto` chooses among them."""
 
@@ -96,15 +98,20 @@ def sections() -> dict[str, dict[str, str]]:
             for name in TRANSPORTS
             if name != "auto"
         },
-        "Listeners of a step": {f"`{each.__name__}`": first_sentence(each.__doc__) for each in listeners()},
+        LISTENERS: {f"`{each.__name__}`": first_sentence(each.__doc__) for each in listeners()},
         "Commands": {f"`gradwire {name}`": line for name, (_, line) in COMMANDS.items()},
     }
+
+
+def counted(rows: dict[str, dict[str, str]]) -> int:
+    """Returns the number of capabilities: all rows but those of listeners."""
+    return sum(len(entries) for heading, entries in rows.items() if heading != LISTENERS)
 
 
 def page() -> str:
     """Returns the page as it is to be."""
     rows = sections()
-    text = HEAD.format(count=sum(map(len, rows.values())))
+    text = HEAD.format(count=counted(rows))
     for heading, entries in rows.items():
         text += f"\n## {heading}\n\n| {len(entries)} | |\n|---|---|\n"
         text += "".join(f"| {name} | {sentence} |\n" for name, sentence in entries.items())

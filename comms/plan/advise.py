@@ -26,8 +26,8 @@ PLANS = ("flat", "hierarchical", "leader")
 """Plans that gradwire can run."""
 
 REFERENCES = (TREE, NVLS_TREE, HALVING_DOUBLING)
-"""Plans that other libraries run, predicted for comparison. NCCL may choose `tree` for the flat plan and, if an NVSwitch
-sums, `nvls_tree`."""
+"""Plans that other libraries run, predicted for comparison. NCCL may choose `tree` for the flat plan and, if an
+NVSwitch sums, `nvls_tree`."""
 
 LEAST_DISTORTION_FIRST = tuple(CODEC_FACTS)
 """Compressors in ascending order of distortion; an unknown one comes last."""
@@ -308,7 +308,7 @@ def condition_of(compressor: str, optimizer: str) -> str:
     if compressor in SGD_ONLY:
         return "It takes over SGD's momentum: compressor_options=gradwire.take_momentum(optimizer)."
     behind = [each.title() for each in UNLIKE_OPTIMIZERS if optimizer == ANY_OPTIMIZER and _warning(compressor, each)]
-    return f"Under {behind[0]} it ends behind: say which optimizer is yours." if behind else ""
+    return f"Under {behind[0]} it ends at a higher loss: say which optimizer is yours." if behind else ""
 
 
 def _enough_gain(cluster: Cluster, exact: Candidate, flat: Candidate) -> bool:
