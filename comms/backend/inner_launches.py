@@ -64,11 +64,10 @@ class InnerLaunches:
     def _join(self, device: torch.device) -> "TorchIssuer | None":
         """Counts the inner group's NCCL in; None while gradwire has no communicator on the device."""
         from gradwire.comms.transport.launch_order import TorchIssuer, devices
-        from gradwire.comms.transport.nccl import NODE_CTAS
 
         backend = nccl_backend_of(self._inner, device) if devices.serves(device) else None
         if backend is None:
             return None
-        issuer = self._issuers[device] = TorchIssuer(backend, NODE_CTAS)
+        issuer = self._issuers[device] = TorchIssuer(backend)
         devices.join(issuer, device)
         return issuer

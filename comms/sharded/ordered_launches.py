@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from gradwire.comms.bootstrap.compat import nccl_backend_of
 from gradwire.comms.transport.launch_order import Result, SerializesLaunches, TorchIssuer, devices
-from gradwire.comms.transport.nccl import NODE_CTAS
 
 
 class TorchGroups:
@@ -39,7 +38,7 @@ class TorchGroups:
         backend = None if isinstance(group, SerializesLaunches) else nccl_backend_of(group, self._device)
         if backend is None:
             return None
-        issuer = TorchIssuer(backend, NODE_CTAS)
+        issuer = TorchIssuer(backend)
         devices.join(issuer, self._device)
         return issuer
 

@@ -42,11 +42,11 @@ class Issuer(Protocol):
     """An object that issues collectives on one communicator: a transport of gradwire, or a group of torch.
 
     Attributes:
-        ctas: Largest number of thread blocks that one of its kernels takes.
+        ctas: Largest number of thread blocks that one of its kernels takes; None for NCCL's own limit.
         serializer: Orders its kernels after those of other communicators; None if that is not necessary.
     """
 
-    ctas: int
+    ctas: int | None
     serializer: "LaunchSerializer | None"
 
     @property
@@ -98,11 +98,11 @@ class TorchIssuer:
 
     Args:
         communicator: NCCL backend of torch's group.
-        ctas: Largest number of thread blocks that one of its kernels takes.
     """
 
-    def __init__(self, communicator: object, ctas: int) -> None:
-        self.ctas = ctas
+    ctas: int | None = None
+
+    def __init__(self, communicator: object) -> None:
         self.serializer: LaunchSerializer | None = None
         self._communicator = communicator
 
@@ -129,6 +129,14 @@ class TorchIssuer:
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def most_ctas(device: torch.device) -> int:
+    """Return NCCL's own limit of a kernel's thread blocks on a CUDA device: 32, from Blackwell on 64.
+
+    Source: NCCL's user guide, NCCL_MAX_CTAS, and MAXCHANNELS in its src/include/device.h.
+    """
+    return 64 if torch.cuda.get_device_properties(device).major >= 10 else 32
 
 
 class Devices:
@@ -160,11 +168,11 @@ class Devices:
         """
         issuers = self._issuers.setdefault(device.index, WeakSet())
         issuers.add(issuer)
-        ctas = {id(each.communicator): each.ctas for each in issuers}
-        if self._kept or len(ctas) < 2:
+        communicators = {id(each.communicator): each.ctas for each in issuers}
+        if self._kept or len(communicators) < 2:
             return
         room = multiprocessors(device)
-        if sum(ctas.values()) <= room:
+        if sum(most_ctas(device) if ctas is None else ctas for ctas in communicators.values()) <= room:
             return
         serializer = self._serializers.get(device.index)
         if serializer is None:
@@ -175,7 +183,7 @@ class Devices:
                 "order itself, and they overlap",
                 device,
                 room,
-                len(ctas),
+                len(communicators),
                 LAUNCH_ORDER,
             )
         for each in issuers:

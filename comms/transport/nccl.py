@@ -61,9 +61,6 @@ to 24 GB/s (NCCL's authors, github.com/NVIDIA/nccl issues 438 and 689): four for
 % of the 132 SMs of an H100; NCCL's own limit is 32 or 64. NCCL takes fewer if fewer are enough, and a user's
 NCCL_MAX_CTAS overrides this."""
 
-NODE_CTAS = 32
-"""Largest number of thread blocks of a collective without a limit: NCCL's own limit up to Hopper."""
-
 NARROW = (torch.float16, torch.bfloat16)
 """Dtypes in which NCCL rounds a factor before it multiplies."""
 
@@ -257,7 +254,7 @@ class NcclTransport:
         owned: bool = True,
         group_calls: bool = True,
         sums_in_switch: bool = False,
-        ctas: int = NODE_CTAS,
+        ctas: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -572,7 +569,7 @@ def connect(
         global_ranks=global_ranks or range(size),
         max_ctas=max_ctas,
     )
-    return NcclTransport(made, rank, size, sums_in_switch=sums_in_switch, ctas=max_ctas or NODE_CTAS)
+    return NcclTransport(made, rank, size, sums_in_switch=sums_in_switch, ctas=max_ctas)
 
 
 def borrow(backend: TorchGroup, rank: int, size: int, *, sums_in_switch: bool = False) -> NcclTransport:

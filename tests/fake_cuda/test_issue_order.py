@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradwire.comms import streams
-from gradwire.comms.bootstrap import failure
+from gradwire.comms.bootstrap import failure_reporter
 from gradwire.comms.bootstrap.compat import BackendWork, HashStore
 from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.lanes import Hop
@@ -150,7 +150,7 @@ def test_after_an_error_the_current_stream_waits_for_what_was_issued(
     recorded: Callable[[], tuple[SideStreams, list[tuple[str, object]], list[Mock]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failure, "PATIENCE", timedelta(0))  # the other ranks say nothing
+    monkeypatch.setattr(failure_reporter, "PATIENCE", timedelta(0))  # the other ranks say nothing
     side_streams, waits, (computing, *sides) = recorded()
 
     class Failing(Issuing):

@@ -18,10 +18,17 @@ from gradwire.comms.config import Config
 from gradwire.comms.environment import LAUNCH_ORDER, launch_order
 from gradwire.comms.transport import launch_order as module
 from gradwire.comms.transport.launch_order import KEPT_FROM, Devices, TorchIssuer
-from gradwire.comms.transport.nccl import INTER_NODE_CTAS, NODE_CTAS, NcclTransport
+from gradwire.comms.transport.nccl import INTER_NODE_CTAS, NcclTransport
 from support.nccl import FakeNccl, FakeNcclWorld, FakeWork
 
 DEVICE = torch.device("cuda", 0)
+NODE_CTAS = 32
+"""Thread blocks of a collective that NCCL limits itself, on a GPU up to Hopper."""
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "most_ctas", lambda device: NODE_CTAS)
 
 
 @dataclass
@@ -74,6 +81,20 @@ def test_they_take_turns_where_there_is_no_room_for_both(
     devices.leave(node)
     devices.leave(between)
     assert node.serializer is between.serializer is None
+
+
+@pytest.mark.parametrize(("major", "serialized"), [(9, False), (10, True)])
+def test_a_blackwell_gpu_needs_room_for_twice_as_many_thread_blocks(
+    major: int, serialized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    properties = SimpleNamespace(major=major, multi_processor_count=NODE_CTAS + INTER_NODE_CTAS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    node, between = transports([])
+    devices = Devices()
+    for each in (node, between):
+        devices.join(each, DEVICE)
+    assert (node.serializer is not None) is serialized
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -152,7 +173,7 @@ def test_what_torch_issues_takes_turns_too(monkeypatch: pytest.MonkeyPatch) -> N
         return work
 
     between = NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
-    issuer, devices = TorchIssuer("torch's group", NODE_CTAS), Devices()
+    issuer, devices = TorchIssuer("torch's group"), Devices()
     issuer.issue(lambda: torchs(None))
     assert log == ["torch"], "nobody else is there"
     devices.join(between, DEVICE)

@@ -490,6 +490,7 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     monkeypatch.setattr(nccl, "make_nccl", made)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(launch_order, "multiprocessors", lambda device: 10_000)
+    monkeypatch.setattr(launch_order, "most_ctas", lambda device: 32)
     monkeypatch.setattr(nccl, "makes_group_calls", lambda backend: True)
     yield made
 
