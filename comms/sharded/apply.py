@@ -17,6 +17,7 @@ from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import ELASTIC, FUSION, MEASURING, SUMMING, Config
+from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, reporter_of_grid
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, ShardResidual
@@ -33,6 +34,7 @@ from gradwire.comms.sharded.param_groups import (
 )
 from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
 from gradwire.comms.step.loaded import LoadConsistencyCheck
+from gradwire.comms.streams import HostClock
 from gradwire.comms.transport.launch_order import SerializesLaunches
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
@@ -150,7 +152,8 @@ def apply(
     state = FsdpState(model, param_groups, names, between, config, reporter)
     links = ShardLinks(device, config, reporter, torchs, few_bits=few_bits)
     rounding = Rounding(seed, dist.get_rank())
-    totals, carried = install(param_groups, names, shards, weights, rules_from(config.rules), rounding, links.of)
+    stats = PhaseStats(HostClock(), ())
+    carried = install(param_groups, names, shards, weights, rules_from(config.rules), rounding, links.of, stats)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
     overlap = Overlap(param_groups) if device.type == "cpu" else None
     rows = [rows for link in links.made.values() for rows in link.loaded.values()]
@@ -164,8 +167,8 @@ def apply(
         model,
         ShardTraffic(
             tuple(links.communicators),
-            tuple(totals),
-            rounding if totals else None,
+            stats if few_bits else None,
+            rounding if few_bits else None,
             described,
             overlap,
             torchs,

@@ -1,9 +1,11 @@
-"""FSDP2's reduce-scatter of gradients and all-gather of weights: planned where they are exact, or in few bits.
+"""FSDP2's reduce-scatter of gradients and all-gather of weights: exact, or with a codec between nodes.
 
-Exact, on a CPU: by a plan wherever that is predicted to beat the library's own, and watched for ranks that are lost. On
-CUDA exact ones stay NCCL's: see `apply`.
+On a CPU both kinds run in the lanes of a communicator's executor, which counts and times them, names the rank that
+fails, and keeps their order: exact ones by a plan if that is predicted to beat the library, compressed ones as a
+coroutine of two steps, inside the node and between nodes. On CUDA exact ones stay NCCL's (see `apply`), and compressed
+ones are issued on the current stream.
 
-In fewer bits between nodes:
+With a codec:
 
 Reduce-scatter: inside each node the rows are summed exactly, so that a rank holds its node's sum of the rows of its
 counterparts; it encodes each for its owner, exchanges, and sums what it receives in float32. int8 and int4 round at
@@ -20,8 +22,9 @@ ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, 
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -29,14 +32,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
-from gradwire.comms.backend.work import FutureWork
+from gradwire.comms.backend.work import FutureTensors
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
-from gradwire.comms.run.phase_stats import PhaseTotals
+from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, SentRows, ShardResidual
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_of
-from gradwire.comms.sharded.nodes import Members, ShardNodes
+from gradwire.comms.sharded.nodes import BETWEEN, INSIDE, Members, ShardNodes, ShardWork, Steps
 from gradwire.comms.sharded.ordered_launches import OrderedCollective, TorchGroups
 from gradwire.comms.sharded.param_groups import ShardedParamGroup
 from gradwire.comms.sharded.rows import add_payload, decode_rows, encode_row, gather_runs, payload_nbytes, scatter_runs
@@ -55,8 +59,14 @@ WEIGHT_CHOICES = ("exact", "bf16", "int8", "waterfill4")
 CARRIED = "waterfill4"
 """The choice, of gradients and of weights, that keeps its compression error for the next step."""
 
-SHARD_LEVEL = "between nodes, of the ranks that share parameters"
-"""The level of these collectives in a report's rows."""
+SHARD_PHASE = 30
+"""Place of these collectives in a report: after the phases of plans and of sparse sums."""
+
+BETWEEN_NODES = "between nodes"
+"""Level of these collectives in a report."""
+
+Count = Callable[[int, float], None]
+"""Counts one exchange: (bytes that this rank contributed, bytes that it sent)."""
 
 
 def codec_of(choice: str, key: int | None) -> FusedCodec:
@@ -93,10 +103,6 @@ class Rounding:
         return mix_key(self.seed, self.calls, self.rank)
 
 
-Job = Callable[[], None]
-"""A collective that has connections of its own: any one thread may carry it out, in the same order on all ranks."""
-
-
 class Allocating:
     """What torch asks of its collectives' objects besides the collective."""
 
@@ -109,8 +115,12 @@ class AllGather(Allocating, ABC):
     """An all-gather that torch may be given."""
 
     @abstractmethod
-    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
-        """A call of it as a job; None where it goes over `group`, or stands in a stream. The same on all ranks."""
+    def start(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> ShardWork | None:
+        """Start it in the lanes of a communicator, behind all that were started there before, and return its work.
+
+        Returns:
+            None if this call goes over `group` or is issued on a stream: call the object then. The same on all ranks.
+        """
 
     @abstractmethod
     def __call__(
@@ -123,8 +133,10 @@ class ReduceScatter(Allocating, ABC):
     """A reduce-scatter that torch may be given."""
 
     @abstractmethod
-    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
-        """See `AllGather.job`."""
+    def start(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
+    ) -> ShardWork | None:
+        """See `AllGather.start`."""
 
     @abstractmethod
     def __call__(
@@ -143,7 +155,7 @@ class GradientReduceScatter(ReduceScatter):
         choice: "bf16", "int8", "int4" or "waterfill4".
         rules: Which parameters travel as they are.
         rounding: Of the model.
-        totals: Counts what was sent.
+        count: Counts one exchange between nodes.
         loaded: Compares the loaded residuals of the ranks.
 
     Attributes:
@@ -158,7 +170,7 @@ class GradientReduceScatter(ReduceScatter):
         choice: str,
         rules: Sequence[Rule],
         rounding: Rounding,
-        totals: PhaseTotals,
+        count: Count,
         loaded: LoadedRows,
     ) -> None:
         self._param_group = param_group
@@ -167,7 +179,7 @@ class GradientReduceScatter(ReduceScatter):
         self._choice = choice
         self._rules = tuple(rules)
         self._rounding = rounding
-        self._totals = totals
+        self._count = count
         self._loaded = loaded
         self._runs: dict[tuple[int, ...], RowRuns] = {}
         self.residual: ShardResidual | None = None
@@ -186,14 +198,19 @@ class GradientReduceScatter(ReduceScatter):
             op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
             async_op: Torch never asks for it.
         """
-        self._call(output_tensor, input_tensor, group, op)()
+        if (work := self._started(output_tensor, input_tensor, group, op)) is not None:
+            work.wait()
 
-    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
-        """See `AllGather.job`."""
-        return None if input_tensor.is_cuda else self._call(output_tensor, input_tensor, group, op)
+    def start(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
+    ) -> ShardWork | None:
+        """See `AllGather.start`."""
+        return None if input_tensor.is_cuda else self._started(output_tensor, input_tensor, group, op)
 
-    def _call(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job:
-        """What is left to do when everything is known that may have changed by the time it is done."""
+    def _started(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
+    ) -> ShardWork | None:
+        """Read everything that may change before the collective runs, then start it."""
         nodes, runs = self._nodes, self._runs_of_present()
         if runs.numel != output_tensor.numel():
             raise RuntimeError(
@@ -212,17 +229,16 @@ class GradientReduceScatter(ReduceScatter):
             self.residual.holds = not flushing
             self.residual.sums += 1
             self.residual.loss_scale.follow()
+            self._loaded.compare()
 
-        def run() -> None:
-            if self.residual is not None:
-                self._loaded.compare()
-            mine = self._sum_inside(input_tensor.view(nodes.size, -1))
+        def steps() -> Steps:
+            mine = yield from self._sum_inside(input_tensor.view(nodes.size, -1))
             assert nodes.between is not None  # else it is exact
-            total = self._exchange(nodes.between, codec, runs, mine, present, flushing)
+            total = yield from self._exchange(nodes.between, codec, runs, mine, present, flushing)
             total.div_(divisor)
             output_tensor.copy_(total)
 
-        return run
+        return nodes.start(f"reduce_scatter {self._choice} (of shards)", steps(), INSIDE)
 
     def _runs_of_present(self) -> RowRuns:
         key = tuple(map(id, self._param_group.present))
@@ -230,14 +246,14 @@ class GradientReduceScatter(ReduceScatter):
             self._runs[key] = runs_of(self._names.of(self._param_group.present), self._rules)
         return self._runs[key]
 
-    def _sum_inside(self, rows: Tensor) -> Tensor:
+    def _sum_inside(self, rows: Tensor) -> Generator[Hop, None, Tensor]:
         """(nodes, numel): this node's sums of the rows of this rank and its counterparts, by number of node."""
         nodes = self._nodes
         if nodes.inside is None:
             return _select(rows, [indices[0] for indices in nodes.members])
         order = [indices[place] for place in nodes.places for indices in nodes.members]
         mine = torch.empty(len(nodes.members), rows.shape[1], dtype=rows.dtype, device=rows.device)
-        nodes.inside.reduce_scatter(mine.view(-1), _select(rows, order).view(-1))
+        yield from nodes.inside.reduce_scatter(mine.view(-1), _select(rows, order).view(-1))
         return mine
 
     def _exchange(
@@ -248,7 +264,7 @@ class GradientReduceScatter(ReduceScatter):
         mine: Tensor,
         present: Sequence[NamedShard],
         flushing: bool,
-    ) -> Tensor:
+    ) -> Generator[Hop, None, Tensor]:
         """(numel) float32: the sum over the nodes of this rank's own row."""
         own, residual = between.rank, self.residual
         kept: list[Tensor] | None = None if residual is None else residual.take(present, mine.device)
@@ -268,8 +284,8 @@ class GradientReduceScatter(ReduceScatter):
         if residual is not None and kept is not None:
             residual.put(present, kept)
         received = torch.empty_like(payloads)
-        between.all_to_all(received, payloads)
-        self._totals.add(mine.nbytes, nbytes * (between.size - 1))
+        yield from between.all_to_all(received, payloads)
+        self._count(mine.nbytes, nbytes * (between.size - 1))
         from_others = torch.cat([received[:own], received[own + 1 :]])
         return decode_rows(codec, runs, from_others, mine.dtype, mine[self._nodes.numbers[own]])
 
@@ -304,17 +320,18 @@ class EncodedAllGather(AllGather):
         nodes: Where the ranks are.
         choice: "bf16", "int8" or "waterfill4", to nearest.
         exact: For other meshes.
-        totals: Counts what was sent.
+        count: Counts one exchange between nodes.
     """
 
     def __init__(
-        self, runs: RowRuns, nodes: ShardNodes, choice: str, exact: Callable[..., object], totals: PhaseTotals
+        self, runs: RowRuns, nodes: ShardNodes, choice: str, exact: Callable[..., object], count: Count
     ) -> None:
         self._runs = runs
         self._nodes = nodes
+        self._choice = choice
         self._codec = codec_of(choice, None)
         self._exact = exact
-        self._totals = totals
+        self._count = count
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -332,18 +349,24 @@ class EncodedAllGather(AllGather):
         """
         if group.size() != self._nodes.size:
             return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        self._call(output_tensor, input_tensor)()
+        if (work := self._started(output_tensor, input_tensor)) is not None:
+            work.wait()
         return None
 
-    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
-        """See `AllGather.job`."""
+    def start(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> ShardWork | None:
+        """See `AllGather.start`."""
         if input_tensor.is_cuda or group.size() != self._nodes.size:
             return None
-        return self._call(output_tensor, input_tensor)
+        return self._started(output_tensor, input_tensor)
+
+    def _started(self, output_tensor: Tensor, input_tensor: Tensor) -> ShardWork | None:
+        return self._nodes.start(
+            f"all_gather {self._choice} (of shards)", self._steps(output_tensor, input_tensor), BETWEEN
+        )
 
     @abstractmethod
-    def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
-        """What is left to do when everything is known that may have changed by the time it is done."""
+    def _steps(self, output_tensor: Tensor, input_tensor: Tensor) -> Steps:
+        """Read everything that may change before the collective runs, and return the collective."""
 
     def _between(self, row: Tensor) -> Members:
         """This rank's counterparts, to whom its row goes.
@@ -359,18 +382,20 @@ class EncodedAllGather(AllGather):
             )
         return self._nodes.between
 
-    def _exchange(self, between: Members, runs: RowRuns, row: Tensor, sent: Tensor | None = None) -> Tensor:
+    def _exchange(
+        self, between: Members, runs: RowRuns, row: Tensor, sent: Tensor | None = None
+    ) -> Generator[Hop, None, Tensor]:
         """(nodes, payload_nbytes) uint8: the payloads of all counterparts and of this rank; see `encode_row`."""
         nbytes = payload_nbytes(self._codec, runs, row.dtype)
         payload = torch.empty(nbytes, dtype=torch.uint8, device=row.device)
         encode_row(self._codec, runs, row, payload, sent=sent)
         across = torch.empty(between.size, nbytes, dtype=torch.uint8, device=row.device)
-        between.all_gather(across.view(-1), payload)
-        self._totals.add(row.nbytes, nbytes * (between.size - 1))
+        yield from between.all_gather(across.view(-1), payload)
+        self._count(row.nbytes, nbytes * (between.size - 1))
         return across
 
-    def _of_all_ranks(self, across: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Passes what this rank has of its counterparts on inside the node: (rank, what its own counterpart has of it).
+    def _of_all_ranks(self, across: Tensor) -> Generator[Hop, None, list[tuple[int, Tensor]]]:
+        """Pass on inside the node what this rank has of its counterparts; return it all as (rank, what it has sent).
 
         Args:
             across: (nodes, ...), in the order of the counterparts.
@@ -380,23 +405,22 @@ class EncodedAllGather(AllGather):
         everyone = by_node.unsqueeze(0)
         if nodes.inside is not None:
             everyone = torch.empty(len(nodes.places), *by_node.shape, dtype=by_node.dtype, device=by_node.device)
-            nodes.inside.all_gather(everyone.view(-1), by_node.contiguous().view(-1))
-        for theirs, place in zip(everyone, nodes.places or (nodes.place,), strict=True):
-            for one, indices in zip(theirs, nodes.members, strict=True):
-                yield indices[place], one
+            yield from nodes.inside.all_gather(everyone.view(-1), by_node.contiguous().view(-1))
+        return [
+            (indices[place], one)
+            for theirs, place in zip(everyone, nodes.places or (nodes.place,), strict=True)
+            for one, indices in zip(theirs, nodes.members, strict=True)
+        ]
 
 
 class WeightAllGather(EncodedAllGather):
     """The all-gather of one parameter group's weights as they are."""
 
-    def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
-        def run() -> None:
-            across = self._exchange(self._between(input_tensor), self._runs, input_tensor)
-            rows = output_tensor.view(self._nodes.size, -1)
-            for index, payload in self._of_all_ranks(across):
-                rows[index].copy_(decode_rows(self._codec, self._runs, payload[None], input_tensor.dtype, None))
-
-        return run
+    def _steps(self, output_tensor: Tensor, input_tensor: Tensor) -> Steps:
+        across = yield from self._exchange(self._between(input_tensor), self._runs, input_tensor)
+        rows = output_tensor.view(self._nodes.size, -1)
+        for index, payload in (yield from self._of_all_ranks(across)):
+            rows[index].copy_(decode_rows(self._codec, self._runs, payload[None], input_tensor.dtype, None))
 
 
 class DifferenceAllGather(EncodedAllGather):
@@ -409,7 +433,7 @@ class DifferenceAllGather(EncodedAllGather):
         runs: As for `EncodedAllGather`, like what follows.
         nodes: Likewise.
         exact: Likewise.
-        totals: Likewise.
+        count: Likewise.
         loaded: Has the ranks compare what they have loaded of what was sent.
 
     Attributes:
@@ -422,42 +446,42 @@ class DifferenceAllGather(EncodedAllGather):
         runs: RowRuns,
         nodes: ShardNodes,
         exact: Callable[..., object],
-        totals: PhaseTotals,
+        count: Count,
         loaded: LoadedRows,
     ) -> None:
-        super().__init__(runs, nodes, CARRIED, exact, totals)
+        super().__init__(runs, nodes, CARRIED, exact, count)
         self._param_group = param_group
         self._loaded = loaded
         self.sent = SentRows(runs, len(nodes.members))
 
-    def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
-        again = self._param_group.gathers_again
+    def _steps(self, output_tensor: Tensor, input_tensor: Tensor) -> Steps:
+        self._loaded.compare()
+        return self._gathered(output_tensor, input_tensor, again=self._param_group.gathers_again)
 
-        def run() -> None:
-            self._loaded.compare()
-            between, rows = self._between(input_tensor), self.sent.rows
-            if rows is None or not again:
-                with torch.inference_mode(False), torch.no_grad():  # they are kept, and change in steps that train
-                    rows = self._renewed(between, input_tensor)
-            found = output_tensor.view(self._nodes.size, -1)
-            for index, row in self._of_all_ranks(rows.to(input_tensor.dtype)):
-                found[index].copy_(row)
+    def _gathered(self, output_tensor: Tensor, input_tensor: Tensor, *, again: bool) -> Steps:
+        between, rows = self._between(input_tensor), self.sent.rows
+        if rows is None or not again:
+            rows = yield from self._renewed(between, input_tensor)
+        found = output_tensor.view(self._nodes.size, -1)
+        for index, row in (yield from self._of_all_ranks(rows.to(input_tensor.dtype))):
+            found[index].copy_(row)
 
-        return run
-
-    def _renewed(self, between: Members, row: Tensor) -> Tensor:
-        """(nodes, numel) float32: what all counterparts have now."""
+    def _renewed(self, between: Members, row: Tensor) -> Generator[Hop, None, Tensor]:
+        """Send the differences, and return (nodes, numel) float32: what all counterparts have now."""
         exact = self.sent.rows is None
-        if self.sent.rows is None:
-            runs = RowRuns(row.numel(), (), ((0, row.numel()),))
-            rows = torch.empty(between.size, row.numel(), dtype=torch.float32, device=row.device)
-        else:
-            runs = self.sent.runs
-            # On the CPU behind a checkpoint; and weights that were not finite do not stay so for ever.
-            rows = self.sent.rows.to(row.device).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        across = self._exchange(between, runs, row, None if exact else rows[between.rank])
-        for one, kept in zip(across, rows, strict=True):
-            add_payload(self._codec, runs, one, row.dtype, kept)
+        # Rows are kept and change in steps that train, so they are never made in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            if self.sent.rows is None:
+                runs = RowRuns(row.numel(), (), ((0, row.numel()),))
+                rows = torch.empty(between.size, row.numel(), dtype=torch.float32, device=row.device)
+            else:
+                runs = self.sent.runs
+                # A loaded state is on the CPU. Weights that were not finite do not stay so forever.
+                rows = self.sent.rows.to(row.device).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        across = yield from self._exchange(between, runs, row, None if exact else rows[between.rank])
+        with torch.inference_mode(False), torch.no_grad():
+            for one, kept in zip(across, rows, strict=True):
+                add_payload(self._codec, runs, one, row.dtype, kept)
         self.sent.rows = rows
         return rows
 
@@ -520,32 +544,31 @@ class ExactReduceScatter(ReduceScatter):
             op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
             async_op: Torch never asks for it.
         """
-        if (job := self.job(output_tensor, input_tensor, group, op)) is not None:
-            job()
+        if (work := self.start(output_tensor, input_tensor, group, op)) is not None:
+            work.wait()
             return
         issue = _issuing(self._exact, output_tensor, input_tensor, group, op=op)
         self._communicator.run_collective("reduce_scatter (of shards)", issue)
 
-    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
-        """See `AllGather.job`."""
+    def start(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
+    ) -> ShardWork | None:
+        """See `AllGather.start`."""
         planned = self._link.planned
         lacking = op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # gloo has no PREMUL_SUM
         if planned is None or not (lacking or planned.beats_library(REDUCE_SCATTER, input_tensor.nbytes)):
             return None
         divisor = divisor_of(op, group.size(), self._param_group)
+        future = planned.reduce_scatter(output_tensor, input_tensor, keep=False)
+        if divisor != 1.0:
 
-        def run() -> None:
-            self._communicator.run_collective(
-                "reduce_scatter (of shards)",
-                lambda: FutureWork(
-                    planned.reduce_scatter(output_tensor, input_tensor, keep=False), self._communicator.config.timeout
-                ),
-                range(group.size()),
-            )
-            if divisor != 1.0:
-                output_tensor.div_(divisor)
+            def divide(done: FutureTensors) -> list[Tensor]:
+                done.value()
+                with torch.no_grad():
+                    return [output_tensor.div_(divisor)]
 
-        return run
+            future = future.then(divide)
+        return ShardWork(future, self._communicator)
 
 
 class ExactAllGather(AllGather):
@@ -576,8 +599,8 @@ class ExactAllGather(AllGather):
         Returns:
             With `async_op` what is to be waited for.
         """
-        if (job := self.job(output_tensor, input_tensor, group)) is not None:
-            job()
+        if (work := self.start(output_tensor, input_tensor, group)) is not None:
+            work.wait()
             return None
         if async_op:
             return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=True)
@@ -585,22 +608,14 @@ class ExactAllGather(AllGather):
         self._communicator.run_collective("all_gather (of shards)", issue)
         return None
 
-    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
-        """See `AllGather.job`."""
+    def start(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> ShardWork | None:
+        """See `AllGather.start`."""
         planned = self._link.planned
         if planned is None or group.size() != self._communicator.size:
             return None
         if not planned.beats_library(ALL_GATHER, output_tensor.nbytes):
             return None
-
-        def run() -> None:
-            self._communicator.run_collective(
-                "all_gather (of shards)",
-                lambda: FutureWork(planned.all_gather(output_tensor, input_tensor), self._communicator.config.timeout),
-                range(group.size()),
-            )
-
-        return run
+        return ShardWork(planned.all_gather(output_tensor, input_tensor), self._communicator)
 
 
 def _issuing(
@@ -622,25 +637,24 @@ def install(
     rules: Sequence[Rule],
     rounding: Rounding,
     link_of: Callable[[dist.ProcessGroup], ShardLink],
-) -> tuple[list[PhaseTotals], dict[str, ShardResidual | SentRows]]:
-    """Has parameter groups reduce-scatter and all-gather by gradwire.
+    stats: PhaseStats,
+) -> dict[str, ShardResidual | SentRows]:
+    """Replace the reduce-scatter and the all-gather of parameter groups by gradwire's.
 
     Args:
-        param_groups: Of the model; those that are not sharded, or over one rank, are left alone.
-        names: Of its parameters.
-        shards: One of `SHARD_CHOICES`.
-        weights: One of `WEIGHT_CHOICES`.
-        rules: Which parameters travel as they are: those that a rule gives the compressor "none".
-        rounding: Of the model.
-        link_of: What the ranks of a group have in common; called on all its ranks alike.
+        param_groups: Parameter groups of the model. Groups that are not sharded, or over one rank, are skipped.
+        names: Names of the model's parameters.
+        shards: Format of gradients, one of `SHARD_CHOICES`.
+        weights: Format of weights, one of `WEIGHT_CHOICES`.
+        rules: Parameters that are sent uncompressed: those that a rule gives the compressor "none".
+        rounding: Random keys of the model.
+        link_of: Returns the link of a group; called at the same point on all its ranks.
+        stats: Counts what is sent on CUDA; on a CPU the executor of a link's communicator has counters of its own.
 
     Returns:
-        What is counted from now on of collectives in fewer bits, and what they carry on, by kind and number of
-        parameter group.
+        The state that the collectives carry from step to step, by kind and number of the parameter group.
     """
     carried: dict[str, ShardResidual | SentRows] = {}
-    reduced = PhaseTotals(0, f"reduce_scatter {shards}", SHARD_LEVEL)
-    gathered = PhaseTotals(0, f"all_gather {weights}", SHARD_LEVEL)
     for number, param_group in enumerate(param_groups):
         group = param_group.shard_group
         if group is None or group.size() == 1:
@@ -655,8 +669,10 @@ def install(
         nodes = link.nodes
         if nodes is None or nodes.between is None:
             continue
+        counted_in = stats if link.communicator is None else link.communicator.executor.stats
         if shards != "exact":
             loaded = link.loaded[RESIDUAL]
+            reduced = partial(counted_in.add, SHARD_PHASE, f"reduce_scatter {shards}", BETWEEN_NODES)
             reducing = GradientReduceScatter(param_group, names, nodes, shards, rules, rounding, reduced, loaded)
             param_group.set_reduce_scatter(reducing)
             if reducing.residual is not None:
@@ -664,6 +680,7 @@ def install(
                 loaded.add(f"{RESIDUAL}/{number}", reducing.residual)
         if weights != "exact":
             runs = runs_of(names.of(param_group.parameters), rules)
+            gathered = partial(counted_in.add, SHARD_PHASE + 1, f"all_gather {weights}", BETWEEN_NODES)
             if weights == CARRIED:
                 differences = DifferenceAllGather(
                     param_group, runs, nodes, param_group.all_gather, gathered, link.loaded[SENT]
@@ -673,4 +690,4 @@ def install(
                 link.loaded[SENT].add(f"{SENT}/{number}", differences.sent)
             else:
                 param_group.set_all_gather(WeightAllGather(runs, nodes, weights, param_group.all_gather, gathered))
-    return [total for total, choice in ((reduced, shards), (gathered, weights)) if choice != "exact"], carried
+    return carried

@@ -7,17 +7,22 @@ send it once for each rank of the node.
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comms.backend.work import FutureWork
 from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.boundary.gathering import gather_bytes
 from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.lanes import Hop, Lane
+from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.sharded.ordered_launches import TorchGroups
 from gradwire.comms.transport.groups import Transport
 from gradwire.compressors.base import Work
@@ -30,12 +35,23 @@ _reduce_scatter = dist.reduce_scatter_single
 _HOST: MessageType[tuple[str, str, str]] = MessageType(tuple[str, str, str])
 """What `host_identity` returns."""
 
-LANES = {"inside": (-1, 0), "between": (-2, 0)}
-"""Lanes of the two steps, in a communicator whose plans have lanes from (0, 0) on."""
+INSIDE, BETWEEN = "inside", "between"
+LANES: dict[str, Lane] = {INSIDE: (-1, 0), BETWEEN: (-2, 0)}
+"""Step -> its lane in a communicator on the CPU. No plan has these lanes, nor have sums of sparse gradients."""
+
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+"""The value of a job's future: its results are in the tensors that it was given."""
+
+Steps = Generator[Hop, None, None]
+"""A collective of both steps, as a coroutine that yields the lane in which it continues; on CUDA it yields nothing."""
 
 
 class Members(Protocol):
-    """The collectives of one step. Tensors are contiguous, and of one numel and dtype on all ranks."""
+    """The ranks of one step and their collectives. Tensors are contiguous, with the same numel and dtype on all ranks.
+
+    Each collective is a coroutine: `yield from` it. Its result is there when it ends, on CUDA for work that is queued
+    on the current stream afterwards.
+    """
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -49,14 +65,14 @@ class Members(Protocol):
     def size(self) -> int:
         """How many there are."""
 
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Fills `output` with this rank's part of the sum of `source` (numel = size * output.numel()), overwritten."""
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> Steps:
+        """Fill `output` with this rank's part of the sum of `source` (numel = size * output.numel()), overwritten."""
 
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Fills `output` (numel = size * source.numel()) with every rank's `source`."""
+    def all_gather(self, output: Tensor, source: Tensor) -> Steps:
+        """Fill `output` (numel = size * source.numel()) with every rank's `source`."""
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> None:
-        """Sends the r-th of `size` equal parts of `source` to rank r; `output` has the same shape."""
+    def all_to_all(self, output: Tensor, source: Tensor) -> Steps:
+        """Send the r-th of `size` equal parts of `source` to rank r; `output` has the same shape."""
 
 
 class TorchMembers:
@@ -75,32 +91,33 @@ class TorchMembers:
         self.rank = group.rank()
         self.size = group.size()
 
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> Steps:
         """See `Members`."""
-        self._issue(lambda: _reduce_scatter(output, source, op=dist.ReduceOp.SUM, group=self._group))
+        yield from self._issue(lambda: _reduce_scatter(output, source, op=dist.ReduceOp.SUM, group=self._group))
 
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
+    def all_gather(self, output: Tensor, source: Tensor) -> Steps:
         """See `Members`."""
-        self._issue(lambda: _all_gather(output, source, group=self._group))
+        yield from self._issue(lambda: _all_gather(output, source, group=self._group))
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> None:
+    def all_to_all(self, output: Tensor, source: Tensor) -> Steps:
         """See `Members`."""
-        self._issue(lambda: dist.all_to_all_single(output, source, group=self._group))
+        yield from self._issue(lambda: dist.all_to_all_single(output, source, group=self._group))
 
-    def _issue(self, collective: Callable[[], None]) -> None:
+    def _issue(self, collective: Callable[[], None]) -> Steps:
         if self._torchs is None:
             collective()
         else:
             self._torchs.issue(self._group, collective)
+        yield from ()
 
 
 class LinkedMembers:
-    """Members on gradwire's transports on the CPU: shared memory in a node, both directions at once between nodes.
+    """Members on the CPU, in a lane of a communicator's executor: shared memory in a node, transports between nodes.
 
     Args:
-        communicator: Of all ranks that share parameters.
-        ranks: Of these, ascending.
-        step: `inside` or `between`.
+        communicator: Connects all ranks that share parameters.
+        ranks: The ranks of this step in the communicator, ascending.
+        step: `INSIDE` or `BETWEEN`.
     """
 
     def __init__(self, communicator: Communicator, ranks: Sequence[int], step: str) -> None:
@@ -111,25 +128,75 @@ class LinkedMembers:
         self.rank = self.ranks.index(communicator.rank)
         self.size = len(self.ranks)
 
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> Steps:
         """See `Members`."""
         bounds = [output.numel() * number for number in range(self.size + 1)]
-        self._run("reduce_scatter", lambda on: on.reduce_scatter(source, bounds))
+        yield from self._run("reduce_scatter", lambda on: on.reduce_scatter(source, bounds))
         output.copy_(source[bounds[self.rank] : bounds[self.rank + 1]])
 
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
+    def all_gather(self, output: Tensor, source: Tensor) -> Steps:
         """See `Members`."""
-        self._run("all_gather", lambda on: on.all_gather(output, source))
+        yield from self._run("all_gather", lambda on: on.all_gather(output, source))
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> None:
+    def all_to_all(self, output: Tensor, source: Tensor) -> Steps:
         """See `Members`."""
-        self._run("all_to_all", lambda on: on.all_to_all(output, source))
+        yield from self._run("all_to_all", lambda on: on.all_to_all(output, source))
 
-    def _run(self, op: str, issue: Callable[[Transport], Work]) -> None:
-        where = "inside the node" if self._step == "inside" else "between nodes"
+    def _run(self, op: str, issue: Callable[[Transport], Work]) -> Steps:
+        # Invariant: only the thread of this lane issues on its transports, so all ranks issue in the same order.
+        yield Hop(self._lane, ())
+        where = "inside the node" if self._step == INSIDE else "between nodes"
         self._communicator.run_collective(
             f"{op} {where} (of shards)", lambda: issue(self._communicator.transport(self._lane, self.ranks)), self.ranks
         )
+
+
+class ShardWork(FutureWork):
+    """A collective of a sharded model in the lanes of a communicator.
+
+    Args:
+        future: Completed by the executor.
+        communicator: Runs it; its configuration has the timeout, and it keeps the first failure.
+    """
+
+    def __init__(self, future: "torch.futures.Future[Any]", communicator: Communicator) -> None:
+        super().__init__(future, communicator.config.timeout)
+        self._communicator = communicator
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is there.
+
+        Raises:
+            CollectiveError: It, or a collective before it, failed.
+            RuntimeError: It is not done within `timeout`.
+        """
+        try:
+            return super().wait(timeout)
+        except RuntimeError:
+            if (failure := self._communicator.executor.failure) is not None:
+                raise failure from None
+            raise
+
+
+def _in_lanes(steps: Steps, lane: Lane, inference: bool) -> Generator[Hop, None, Tensor]:
+    """Resume a collective with the caller's inference mode, which each thread has its own of.
+
+    Args:
+        steps: The collective.
+        lane: The lane that it begins in: a hop to the lane that it is in is skipped.
+        inference: Whether the caller was in inference mode.
+
+    Yields:
+        The hops to other lanes.
+    """
+    while True:
+        with torch.inference_mode(inference), torch.no_grad():
+            hop = next(steps, None)
+        if hop is None:
+            return NOTHING
+        if hop.lane != lane:
+            lane = hop.lane
+            yield hop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +211,7 @@ class ShardNodes:
         places: For each rank of `inside`, in that order, its place.
         between: The ranks of this place; None where there is one node.
         numbers: For each rank of `between`, in that order, the number of its node.
+        communicator: Whose executor runs the collectives; None on CUDA.
     """
 
     size: int
@@ -153,6 +221,31 @@ class ShardNodes:
     places: tuple[int, ...]
     between: Members | None
     numbers: tuple[int, ...]
+    communicator: Communicator | None = None
+
+    def start(self, name: str, steps: Steps, first: str) -> ShardWork | None:
+        """Start a collective of both steps: on the CPU in the lanes, behind all that were started before.
+
+        Args:
+            name: Name of the collective, for errors and traces.
+            steps: The collective; resumed without autograd, and in inference mode if the caller is in it.
+            first: The step whose lane it begins in; the same on all ranks.
+
+        Returns:
+            Its work; None on CUDA, where it was issued on the current stream.
+
+        Raises:
+            RuntimeError: The executor is closed.
+        """
+        if self.communicator is None:
+            for _ in steps:
+                pass
+            return None
+        second = BETWEEN if first == INSIDE else INSIDE
+        bucket, lanes = Bucket.of(NOTHING), (LANES[first], LANES[second])
+        inference = torch.is_inference_mode_enabled()
+        self.communicator.executor.start_steps(bucket, name, _in_lanes(steps, lanes[0], inference), lanes)
+        return ShardWork(bucket.result(), self.communicator)
 
     @property
     def counterparts(self) -> list[int]:
@@ -211,11 +304,11 @@ def find_nodes(
     node = next(indices for indices in members if rank in indices)
     place = node.index(rank)
     # First the inner groups on all ranks, then the outer ones: nobody waits in a circle.
-    inside = _part(group, communicator, torchs, node, "inside")
-    between = _part(group, communicator, torchs, sorted(indices[place] for indices in members), "between")
+    inside = _part(group, communicator, torchs, node, INSIDE)
+    between = _part(group, communicator, torchs, sorted(indices[place] for indices in members), BETWEEN)
     places = [] if inside is None else [node.index(one) for one in inside.ranks]
     numbers = [] if between is None else [_node_of(members, one) for one in between.ranks]
-    return ShardNodes(group.size(), members, place, inside, tuple(places), between, tuple(numbers))
+    return ShardNodes(group.size(), members, place, inside, tuple(places), between, tuple(numbers), communicator)
 
 
 def _node_of(members: Sequence[Sequence[int]], index: int) -> int:

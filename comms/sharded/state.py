@@ -32,7 +32,7 @@ from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
-from gradwire.comms.run.phase_stats import PhaseTotals
+from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, GradientState, SessionRanks, refused
 from gradwire.comms.sharded.carried import CARRIED_ON, RESIDUAL, SUMS_OF, LoadedRows, SentRows, ShardResidual
 from gradwire.comms.sharded.collectives import Rounding
@@ -75,10 +75,10 @@ class ShardTraffic:
 
     Attributes:
         communicators: On a CPU, of this rank's groups of several ranks; they end with the model, or with `close`.
-        totals: Counted while the model trains; for reports.
+        stats: Counts what is sent in fewer bits on CUDA; None if nothing is.
         rounding: Saved and restored with the state; None where nothing is rounded.
         described: In one line.
-        overlap: Carries the collectives out, on a CPU.
+        overlap: The reduce-scatters in flight, on a CPU.
         nodes: Which ranks of each group are on one node, in one word; empty where nothing goes by it.
         torchs: Has torch's collectives and gradwire's take turns, on CUDA.
         carried: What collectives in fewer bits carry on from step to step, by kind and number of parameter group;
@@ -87,7 +87,7 @@ class ShardTraffic:
     """
 
     communicators: tuple[Communicator, ...] = ()
-    totals: tuple[PhaseTotals, ...] = ()
+    stats: PhaseStats | None = None
     rounding: Rounding | None = None
     described: str = ""
     overlap: Overlap | None = None
@@ -179,9 +179,9 @@ class FsdpState(GradientState[AveragingSession]):
 
         Torch's own collectives are not in it; of those in fewer bits, calls and bytes between nodes are.
         """
-        rows = [replace(total) for total in self._shards.totals]
-        for link in self._shards.communicators:
-            rows += [replace(row, level=f"{row.level}{OF_SHARDS}") for row in link.executor.stats.totals()]
+        every = [link.executor.stats for link in self._shards.communicators]
+        every += [] if self._shards.stats is None else [self._shards.stats]
+        rows = [replace(row, level=f"{row.level}{OF_SHARDS}") for stats in every for row in stats.totals()]
         described = [self._shards.described] if rows else []
         if self._connection is None:
             return Report(self._shards.described or "torch's own collectives", (), tuple(rows), 0, self.steps)
@@ -199,8 +199,6 @@ class FsdpState(GradientState[AveragingSession]):
             put_back()
         if self._connection is not None:
             self._connection.observer.close()
-        if self._shards.overlap is not None:
-            self._shards.overlap.close()
         if self._shards.torchs is not None:
             self._shards.torchs.close()
         for communicator in (

@@ -29,7 +29,6 @@ from gradwire.comms.errors import PeerError
 from gradwire.comms.observe import stall
 from gradwire.comms.observe.metrics import Metrics
 from gradwire.comms.observe.stall import StallWatch, WatchedJob
-from gradwire.comms.sharded.overlap import _Jobs
 from gradwire.comms.watch.names import WatchedModels
 
 SECONDS = 20.0
@@ -241,37 +240,6 @@ def test_nobody_joins_any_more_and_who_waits_is_told(monkeypatch: pytest.MonkeyP
     ended.get(timeout=SECONDS)
     assert b"planted" in store.get("join/1/answer")
     assert requests.look(lambda newcomer: None) == 0
-
-
-def test_jobs_of_a_sharded_model_are_carried_out_by_who_waits(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
-    jobs, done = _Jobs(), []
-    first = jobs.add(lambda: done.append(1))
-    with monkeypatch.context() as planted:
-        planted.setattr(jobs, "_run_first", fails)
-        BackgroundThread("test", jobs.serve, without="it", on_failure=lambda error: None).start()
-        ended.get(timeout=SECONDS)
-    second = jobs.add(lambda: done.append(2))
-    second.wait()
-    first.wait()
-    assert done == [1, 2]
-
-
-def test_an_interruption_between_two_jobs_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = _Jobs()
-    done: list[int] = []
-
-    def interrupted(job: object) -> None:
-        done.append(0)
-        raise PLANTED
-
-    first, second = jobs.add(lambda: done.append(1)), jobs.add(lambda: done.append(2))
-    with monkeypatch.context() as planted:
-        planted.setattr(type(first), "run", interrupted)
-        with pytest.raises(MemoryError):
-            second.wait()
-    second.wait()
-    first.wait()
-    assert done == [0, 1, 2]
 
 
 @pytest.mark.parametrize("call", ["_accept", "_echo_packets"])

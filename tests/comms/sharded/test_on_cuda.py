@@ -29,6 +29,7 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.config import Config
+from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows
 from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
@@ -36,6 +37,7 @@ from gradwire.comms.sharded.nodes import ShardNodes, TorchMembers, arrange
 from gradwire.comms.sharded.param_groups import ShardedParamGroup
 from gradwire.comms.sharded.state import FsdpState
 from gradwire.comms.step.loaded import LoadConsistencyCheck
+from gradwire.comms.streams import HostClock
 from gradwire.compressors.rules import rules_from
 
 SIZE = 4
@@ -207,7 +209,16 @@ def trained(
                 consensus = Agreement(words, row.index(rank), len(row), "loaded", TIMEOUT)
                 loaded[kind] = LoadedRows(partial(LoadConsistencyCheck, None, consensus=consensus, like=like))
             link = ShardLink(placed, None, None, None, loaded)
-            install(param_groups, names, shards, weights, rules_from(()), Rounding(0, rank), lambda group: link)
+            install(
+                param_groups,
+                names,
+                shards,
+                weights,
+                rules_from(()),
+                Rounding(0, rank),
+                lambda group: link,
+                PhaseStats(HostClock(), ()),
+            )
             streams = {f"{name}_stream": side_stream() for name in ("reduce_scatter", "all_reduce")}
             gathering, found = side_stream(), list[Tensor]()
             for step in range(steps):

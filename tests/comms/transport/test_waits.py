@@ -86,14 +86,14 @@ ENDED_BY = {
         comms/elastic/resilient_ops.py: self.synchronize
         comms/outer/outer.py: self.exchange.synchronize
         comms/sharded/overlap.py: self._reducing.pop(0).wait
-        comms/sharded/overlap.py: submitted.wait
+        comms/sharded/collectives.py: work.wait
+        comms/sharded/overlap.py: work.wait
         comms/watch/session.py: self._analyzer.poll
         comms/watch/watch.py: session.poll
     """,
     "a thread of ours that has nothing to do: `close`, or the end of the process, wakes it": """
         comms/backend/node_collectives.py: self._calls.get
         comms/lanes.py: waiting.arrivals.get
-        comms/sharded/overlap.py: self._there.acquire
         comms/transport/parallel_tcp.py: self._poll.poll
     """,
     "the socket's own time-out, or it does not block": """
