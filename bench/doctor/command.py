@@ -33,6 +33,7 @@ from gradwire.bench.terminal import (
     writing,
 )
 from gradwire.comms.bootstrap.requirement import require_torch
+from gradwire.comms.boundary.files import replace_text
 from gradwire.comms.environment import launcher_variables
 from gradwire.topology.printable import printable
 
@@ -185,7 +186,7 @@ def _report(facts: JobFacts, options: argparse.Namespace, took_seconds: float) -
     if options.svg is not None:
         if facts.pairs:
             with writing("--svg", options.svg):
-                options.svg.write_text(svg(facts), encoding="utf-8")
+                replace_text(options.svg, svg(facts), lasting=False)
             print(printable(f"wrote {options.svg}"), file=sys.stderr)
         else:
             complain("doctor", f"`--svg` {options.svg} was not written: no link was measured")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.boundary.files import replace_text
 from gradwire.comms.environment import flight_recorder_size, set_flight_recorder_size
 from gradwire.comms.watch.activity import Activity
 from gradwire.comms.watch.flight import FlightReader
@@ -96,7 +97,7 @@ class StepSplit:
                 "lines": self._activity.newest_lines(),
                 "all_reduces": {line: count / steps for line, count in (self._all_reduces() if last else {}).items()},
             }
-        self._file.write_text(json.dumps(found))
+        replace_text(self._file, json.dumps(found), lasting=False)  # read after a kill, too
 
     def _all_reduces(self) -> Counter[str]:
         """Line -> all-reduces since `begin` in groups of all ranks; of the last `KEPT_COLLECTIVES` at most."""

@@ -16,6 +16,7 @@ from gradwire.bench.arguments import CommandParser, check_output
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, fitting_width, working
 from gradwire.cli.job import joined_job
+from gradwire.comms.boundary.files import replace_text
 from gradwire.comms.environment import local_rank, visibility, world_size
 from gradwire.topology.assign import gpu_for_local_rank, nic_for_local_rank
 from gradwire.topology.compare import RankPlacement, compare, nvlink_domains
@@ -94,7 +95,7 @@ def show_machine(argv: list[str]) -> int:
     with working("reading the machine"):
         machine = read_file(options.description) if options.description is not None else detect_machine(options.root)
     if options.svg is not None:
-        options.svg.write_text(svg(machine), encoding="utf-8")
+        replace_text(options.svg, svg(machine), lasting=False)
         print(printable(f"wrote {options.svg}"), file=sys.stderr)
     with reader_may_leave():
         _print(machine, options)

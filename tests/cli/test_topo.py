@@ -1,5 +1,6 @@
 """`gradwire topo`: one machine as tree, matrix, picture and files; a whole job; without torch where one suffices."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -30,6 +31,21 @@ def test_the_tree_shows_every_device(described: str, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     for name in (*(f"GPU{i} " for i in range(8)), *(f"mlx5_{i} " for i in range(10)), "NUMA 7", "NVLink x12, 240 GB/s"):
         assert name in shown
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, described: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = tmp_path / "a.svg"
+    picture.write_text("old")
+
+    def full(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert main(["--from", described, "--svg", str(picture)]) == 2
+    assert picture.read_text() == "old"
+    assert list(tmp_path.glob(".a.svg*")) == []
 
 
 def test_matrix_and_json_and_files(described: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
