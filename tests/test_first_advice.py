@@ -145,7 +145,7 @@ def test_without_an_optimizer_the_words_name_those_under_which_it_ends_behind(
         for _, optimizer in EACH:
             if complaints(name, optimizer, caplog):
                 kind = type(optimizer).__name__.replace("Dion", "Muon")  # the same family, by its best known name
-                assert all(f"Under {kind} it ends behind" in each for each in reasons), (name, reasons)
+                assert all(f"Under {kind} it ends at a higher loss" in each for each in reasons), (name, reasons)
                 assert kind.lower() in UNLIKE_OPTIMIZERS
 
 

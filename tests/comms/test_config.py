@@ -51,7 +51,7 @@ FIELDS = [entry.name for entry in dataclasses.fields(Config)]
 
 
 def test_every_option_is_of_one_part() -> None:
-    """Faces take and refuse options by their parts: an option of none would be ignored by all but the hook."""
+    """States take and refuse options by their parts: an option of none would be ignored by all but the hook."""
     parts = [*PLANNING, *MEASURING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC]
     assert sorted(parts) == sorted(FIELDS)
 

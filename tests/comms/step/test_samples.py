@@ -224,7 +224,7 @@ def test_what_cannot_go_with_samples_is_refused_by_name(options: dict[str, Any],
         gradwire.Config.from_env(**options)
 
 
-@pytest.mark.parametrize("face", [FsdpState, gradwire.Outer])
-def test_other_faces_refuse_samples_by_name(face: type[Any]) -> None:
-    with pytest.raises(AttributeError, match=f"`samples` is not there for {face.__name__}"):
-        object.__new__(face).samples = 3
+@pytest.mark.parametrize("kind", [FsdpState, gradwire.Outer])
+def test_other_states_refuse_samples_by_name(kind: type[Any]) -> None:
+    with pytest.raises(AttributeError, match=f"`samples` is not there for {kind.__name__}"):
+        object.__new__(kind).samples = 3

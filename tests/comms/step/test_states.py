@@ -20,7 +20,7 @@ from gradwire.fsdp import FsdpState
 from support.processes import Processes
 from support.sharded import Tiny, batch, mesh_of, sharded
 
-FACES: list[type[Any]] = [gradwire.HookState, FsdpState, gradwire.Outer]
+STATES: list[type[Any]] = [gradwire.HookState, FsdpState, gradwire.Outer]
 SHARED = {"trace", "export_metrics", "dirty", "state_dict", "load_state_dict", "gathered_state_dict"}
 """Public names of `TrainingState`."""
 OF_GRADIENTS = {"advise", "watch", "set_loss_scale", "flush"}
@@ -34,36 +34,36 @@ def test_a_base_class_has_only_what_its_subclasses_have() -> None:
         return {name for name in vars(kind) if not name.startswith("_") and not name.isupper()}
 
     assert (public(TrainingState), public(GradientState)) == (SHARED, OF_GRADIENTS)
-    for face in FACES:
-        assert issubclass(face, GradientState) == (face is not gradwire.Outer)
+    for state in STATES:
+        assert issubclass(state, GradientState) == (state is not gradwire.Outer)
         for name in ("report", "close", *SHARED):
-            assert callable(getattr(face, name)) or isinstance(vars(TrainingState).get(name), property)
+            assert callable(getattr(state, name)) or isinstance(vars(TrainingState).get(name), property)
     assert not any(hasattr(gradwire.Outer, name) for name in OF_GRADIENTS)
 
 
 ASKED = {"fusion": 25.0, "probe": True, "reduction": {"average": False}, "elastic": True}
 
 
-def test_each_face_declares_its_options_and_refuses_the_others() -> None:
+def test_each_state_declares_its_options_and_refuses_the_others() -> None:
     every = {entry.name for entry in dataclasses.fields(gradwire.Config)}
     assert len(every) <= 21
-    for face in FACES:
-        assert set(face.OPTIONS) <= every
+    for state in STATES:
+        assert set(state.OPTIONS) <= every
     assert set(gradwire.HookState.OPTIONS) == set(gradwire.Outer.OPTIONS) == every
     for name in every - set(FsdpState.OPTIONS):
         refused = unfit_option(gradwire.Config.from_env(**{name: ASKED[name]}))
         assert refused is not None and refused.startswith(f"`{name}` is ")
 
 
-def test_what_faces_share_is_written_once() -> None:
-    """A face may add to what is shared, and says so by calling it; `report` differs in kind."""
+def test_what_states_share_is_written_once() -> None:
+    """A state may add to what is shared, and says so by calling it; `report` differs in kind."""
     for name in ("advise", "trace", "export_metrics", "watch", "set_loss_scale", "flush", "load_state_dict"):
-        owners = [face for face in FACES[:2] if name in vars(face)]
+        owners = [state for state in STATES[:2] if name in vars(state)]
         assert not owners and name in SHARED | OF_GRADIENTS, f"{name} is written again in {owners}"
 
 
 def model_of(kind: str) -> tuple[nn.Module, Any, Callable[[int], None]]:
-    """A model, its face, and a training step."""
+    """A model, its state, and a training step."""
     options: dict[str, Any] = {"compressor": "int8"}
     model: nn.Module = Tiny()
     if kind == "sharded":
