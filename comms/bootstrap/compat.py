@@ -5,7 +5,7 @@ Those of FSDP2 are in comms/sharded/param_groups.py.
 New features of torch 2.15 for process groups, and why they are not used:
 
 - Abort hooks (`register_abort_hook`): gloo has none (`supports_abort_hooks` is False), and its `abort` still leaves a
-  pending collective to its timeout, so transport/torch_group.py shuts its sockets down itself.
+  pending collective to its timeout, so transport/gloo_sockets.py shuts its sockets down itself.
 - `reconfigure`, for gloo: gives a group new peers once the ranks have exchanged handles by other means. That exchange
   is the agreement on surviving ranks; `reconfigure` saves only making a group, which 2.13 needs anyway.
 - Pre and post hooks (`register_pre_hook`) observe collectives on a ProcessGroup. gradwire's transports are backends
