@@ -1,7 +1,7 @@
-"""One rank's part in the examination of a job: everybody measures, rank 0 collects.
+"""Examination of a job: each rank measures, and rank 0 collects the facts.
 
-What looks bad is measured again before anybody believes it, alone, and the best of all tries counts: a busy machine
-makes a network look slow, never fast.
+What looks bad is measured again while nothing else is, and the best of all tries counts: other load makes a network
+look slow, never fast.
 """
 
 import socket
@@ -53,37 +53,48 @@ from gradwire.comms.links.unit_rates import pairings
 from gradwire.topology.wording import listed
 
 ARRIVE = timedelta(minutes=5)
-"""Time for the ranks to come: torch takes minutes to be imported from a cold network file system."""
+"""Time limit for all ranks to join: importing torch from a cold network file system takes minutes."""
 SAY_LATE_SECONDS = 30.0
-"""Seconds after which it is said who is waited for, also where no terminal shows it."""
+"""Seconds after which the missing ranks are printed once, also without a terminal."""
 WORD = timedelta(seconds=60)
+"""Timeout of a message between ranks."""
 GROUP = timedelta(seconds=15)
-"""Time for a backend to connect, and for a collective of it."""
+"""Timeout of a backend's connection, and of each of its collectives."""
 
 LONGEST_FLOW, SHORTEST_FLOW = 0.5, 0.12
+"""Seconds of a transfer: long enough that TCP finds its rate, short enough for `--seconds` with many nodes."""
 MOST_ROUNDS = 16
+"""Rounds of pairwise measurements, in each of which every node has one partner."""
 MOST_AGAIN = 3
-"""Pairs that are measured again in a round, of those that look bad."""
+"""Number of doubtful pairs that are measured again in each repeat."""
 REPEATS = 5
+"""Most repeats of doubtful pairs."""
 REPEATS_SHARE = 0.6
-"""Share of the whole time, after which no further repeat begins."""
+"""Share of `--seconds` after which no further repeat begins."""
 AGAIN_FLOW = 0.35
+"""Seconds of a transfer of a repeat."""
 GLOO_SECONDS = 25.0
+"""Time limit of gloo's connection, far below the 90 s for which gloo itself may try."""
 BACKEND_SECONDS = 0.4
+"""Time that an all-reduce of a backend should take, by which its size is chosen."""
 ROUNDS, MOST_BACKEND_ROUNDS = 4, 10
-"""All-reduces of a backend, of which the first one warms up; more where the best of them looks slow."""
+"""Number of all-reduces of a backend, the first of which is a warm-up; up to the second number if they look slow."""
 AGAIN_TRIES = 5
+"""Number of repeated comparisons of a slow node with a good one."""
 QUIET_SECONDS, LISTEN_SECONDS = 0.1, 0.5
-"""Silence before the counters of a NIC are read, and the time between two readings."""
+"""Pause before the counters of a NIC are read, and the time between two readings."""
 SUSPECT = 0.75
-"""A node below this share of the others' work is looked at again, alone."""
+"""Share of the other nodes' speed below which a node's cores are measured again, with nothing else running."""
 
 
 def open_control(start: Start) -> Control:
-    """Reaches the store that the launcher or rank 0 serves, without waiting for the other ranks.
+    """Connect to the store that the launcher or rank 0 serves, without waiting for the other ranks.
+
+    Args:
+        start: Rank, size and store address of this process.
 
     Raises:
-        RuntimeError: It cannot be reached.
+        RuntimeError: The store cannot be reached.
     """
     serves = start.rank == 0 and not start.agent_store
     store = TCPStore(start.address, start.port, start.size, serves, ARRIVE, wait_for_workers=False)
@@ -91,24 +102,24 @@ def open_control(start: Start) -> Control:
 
 
 def examine_job(start: Start, control: Control, wanted: Wanted) -> JobFacts | None:
-    """Examines the job; every rank calls it.
+    """Examine the job. Collective: every rank calls it.
 
     Args:
-        start: This rank.
-        control: Reaches all ranks.
-        wanted: What the command line asks for.
+        start: Rank, size and store address of this process.
+        control: Messages between the ranks.
+        wanted: Options of the command line.
 
     Returns:
-        The facts on rank 0; None on the others.
+        Facts of the job on rank 0; None on the others.
 
     Raises:
-        RuntimeError: A rank fell silent.
+        RuntimeError: A rank did not respond in time.
     """
     return _Examination(start, control, wanted).run()
 
 
 class _Examination:
-    """One rank's part."""
+    """Examination of a job by one rank. All methods are collective and called in the order of `run`."""
 
     def __init__(self, start: Start, control: Control, wanted: Wanted) -> None:
         self._start = start
@@ -117,9 +128,10 @@ class _Examination:
         self._began = time.monotonic()
         self._said_late = False
         self._facts = JobFacts(ranks=())
-        """Complete on rank 0 alone."""
+        """Facts so far; complete on rank 0 only."""
 
     def run(self) -> JobFacts | None:
+        # Wait for all ranks; without one of them nothing can be measured.
         self._wanted.say("waiting for all ranks")
         missing = self._control.arrive(ARRIVE, self._late)
         if told := self._control.tell(missing, ARRIVE + WORD):
@@ -133,6 +145,7 @@ class _Examination:
                 launcher=self._start.by,
                 waited_seconds=ARRIVE.total_seconds(),
             )
+        # Read the machine, connect gloo, and tell all ranks about the nodes.
         with ExitStack() as stack:
             self._listener = stack.enter_context(Listener())
             links = local.link_changes()
@@ -142,10 +155,12 @@ class _Examination:
             if self._gloo:
                 stack.callback(dist.destroy_process_group)
             self._meet_nodes()
+            # Run the user's script first: measurements need the size of its gradients.
             if self._wanted.script:
                 self._script()
             else:
                 self._facts = with_script(self._facts, self._wanted, [])
+            # Measure the network, listening for other traffic before and after; then cores and backends.
             if len(self._nodes) > 1:
                 self._foreign()
                 self._pairs()
@@ -158,7 +173,7 @@ class _Examination:
         return self._facts if self._start.rank == 0 else None
 
     def _note_links(self, before: Mapping[str, int]) -> None:
-        """Tells rank 0 whose link came or went since `before`, which `local.link_changes` has returned."""
+        """Record on rank 0 which links went up or down since `before`, a return value of `local.link_changes`."""
         said = self._gather({name: count - before.get(name, count) for name, count in local.link_changes().items()})
         ranks = tuple(
             replace(
@@ -186,11 +201,11 @@ class _Examination:
             complain("doctor", f"after {seconds:.0f} s still {text}; for {ARRIVE.total_seconds() - seconds:.0f} s more")
 
     def _gather(self, own: object) -> list[object]:
-        """What all ranks say, on rank 0; nothing on the others."""
+        """Gather a value of each rank on rank 0; an empty list on the others."""
         return self._control.gather(own, WORD) or []
 
     def _collect(self, own: object) -> list[object]:
-        """As `_gather`; no rank goes on before rank 0 has it all."""
+        """As `_gather`, with a barrier: no rank returns before rank 0 has all values."""
         found = self._gather(own)
         self._tell(None)
         return found
@@ -199,10 +214,10 @@ class _Examination:
         return self._control.tell(what, WORD)
 
     def _connect_gloo(self) -> None:
-        """Connects gloo as the user's job would, and sees over which interface it talks to other hosts.
+        """Connect gloo as the user's job would, and observe over which interface it reaches other hosts.
 
-        In a thread, because gloo tries far longer than its time-out says where an address leads nowhere (90 s, torch
-        2.13): once one rank has failed, or `GLOO_SECONDS` have passed, nobody waits for it any more.
+        In a thread, because gloo tries far longer than its timeout if an address leads nowhere (90 s, torch 2.13): once
+        one rank has failed, or `GLOO_SECONDS` have passed, no rank waits for it any longer.
         """
         self._wanted.say("connecting with gloo")
         before = _local_addresses()
@@ -240,7 +255,7 @@ class _Examination:
             dist.destroy_process_group()
 
     def _init_gloo(self, errors: list[str]) -> None:
-        """The thread's part; its own connection to the store, because a wait holds a connection."""
+        """Connect gloo in the thread, with a store connection of its own, because a wait blocks a connection."""
         try:
             dist.init_process_group(
                 "gloo",
@@ -254,7 +269,7 @@ class _Examination:
             errors.append(str(problem).splitlines()[0][:300])
 
     def _meet_nodes(self) -> None:
-        """Tells rank 0 what this rank sees, and everybody who sits where and listens where."""
+        """Gather each rank's facts on rank 0, and broadcast the ranks, addresses and ports of the nodes."""
         self._wanted.say("asking all ranks about their machines")
         first_here = (self._own.local_rank or 0) == 0
         if first_here:
@@ -281,7 +296,7 @@ class _Examination:
         self._leads = self._nodes[self._node][0] == self._start.rank
 
     def _script(self) -> None:
-        """Runs the user's script as this rank of the job, and takes its gradients' size and its step time."""
+        """Run the user's script as this rank of the job, and record the size of its gradients and its step time."""
         with held_port() as free:
             port = self._tell(free if self._start.rank == 0 else None)
             ranks = self._nodes[self._node]
@@ -303,7 +318,7 @@ class _Examination:
             self._facts = with_script(self._facts, self._wanted, runs)
 
     def _foreign(self) -> None:
-        """Counts what each node's NIC carries while no rank sends anything; the busiest time of all counts."""
+        """Measure other programs' traffic: what each node's NIC carries while no rank sends. The maximum is kept."""
         self._wanted.say("listening for other traffic")
         self._control.meet(WORD)
         name = self._own.gloo_interface or ""
@@ -325,7 +340,7 @@ class _Examination:
         self._facts = replace(self._facts, foreign=tuple(known[node] for node in sorted(known)))
 
     def _pairs(self) -> None:
-        """Every pair of nodes (of many nodes, some pairs of each), then those again that look bad."""
+        """Measure every pair of nodes, or some of each node's if there are many, then the doubtful ones again."""
         count = len(self._nodes)
         rounds = spread(pairings(count, count), MOST_ROUNDS)
         seconds = min(max(0.35 * self._wanted.seconds / (5 * len(rounds)), SHORTEST_FLOW), LONGEST_FLOW)
@@ -355,7 +370,7 @@ class _Examination:
             self._take(found)
 
     def _measured(self, pairs: list[tuple[int, int]], seconds: float) -> list[object]:
-        """The pairs of one round, all at once; their records on rank 0."""
+        """Measure the pairs of one round at the same time; returns their records on rank 0."""
         own = None
         mine = next((pair for pair in pairs if self._leads and pair[0] == self._node), None)
         if mine is not None:
@@ -372,7 +387,7 @@ class _Examination:
             return {"a": a, "b": b, "error": f"{type(error).__name__}: {error}"}
 
     def _take(self, records: list[object]) -> None:
-        """Adds measurements to the facts; the better of two of the same pair counts."""
+        """Add measurements to the facts; of two of the same pair the better values count."""
         known = {(pair.a, pair.b): pair for pair in self._facts.pairs}
         unreached = {(each.a, each.b): each for each in self._facts.unreached}
         for record in records:
@@ -392,7 +407,7 @@ class _Examination:
         )
 
     def _other_interfaces(self) -> None:
-        """What the interfaces give that are not in use, between the nodes of one round."""
+        """Measure interfaces that the job does not use, between the nodes of one round."""
         others: list[dict[str, str]] = self._layout["others"]
         if not any(others):
             return
@@ -413,7 +428,7 @@ class _Examination:
         self._facts = replace(self._facts, others=tuple(rates))
 
     def _work(self) -> None:
-        """Every rank's core at once; a node that looks slow again, beside a good one and nobody else."""
+        """Measure every rank's core at the same time, then slow nodes again beside a good one only."""
         self._wanted.say("measuring the processors")
         self._control.meet(WORD)
         own = max(core_work(WORK_SECONDS) for _ in range(2))
@@ -450,7 +465,7 @@ class _Examination:
         self._facts = replace(self._facts, work=tuple(work))
 
     def _again(self, slow: int, good: int) -> None:
-        """The first ranks of two nodes, beside each other, a few times."""
+        """Compare the first ranks of two nodes a few times, while the others are idle."""
         shares = []
         for _ in range(AGAIN_TRIES):
             self._control.meet(WORD)
@@ -466,7 +481,7 @@ class _Examination:
         )
 
     def _backends(self) -> None:
-        """A short all-reduce by every backend that this job can use."""
+        """Time a short all-reduce of every backend that this job can use."""
         if not self._gloo:
             return
         if self._tell(any(pair.packets_pass is False for pair in self._facts.pairs)):
@@ -500,16 +515,16 @@ class _Examination:
 
 
 def _second_hand(failed: BackendTime) -> tuple[bool, bool]:
-    """Ranks that complain of a silent peer come last: the peer says why; memory is always one's own."""
+    """Return a sort key that prefers errors with a cause of their own to those about a peer that does not respond."""
     text = failed.error or ""
     return "memory" not in text, any(word in text for word in ("within", "imeout", "imed out", "peer", "gave up"))
 
 
 def suspect_nodes(facts: JobFacts) -> list[tuple[int, int]]:
-    """Nodes that did far less work than the others, each with the node that did the most; three at most.
+    """Return at most three nodes that are far slower than the others, each paired with the fastest node.
 
     Args:
-        facts: With each rank's work.
+        facts: Facts with the speed of each rank's core.
     """
     rates = node_work(facts)
     found = [node for node in sorted(rates, key=rates.__getitem__) if rates[node] < SUSPECT * _others(rates, node)]
@@ -522,10 +537,10 @@ def _others(rates: dict[int, float], node: int) -> float:
 
 
 def node_work(facts: JobFacts) -> dict[int, float]:
-    """Node -> what the cores of its ranks usually did.
+    """Return the median speed of the cores of each node's ranks.
 
     Args:
-        facts: With each rank's work.
+        facts: Facts with the speed of each rank's core.
     """
     by_rank = {each.rank: each.per_second for each in facts.work}
     return {
@@ -536,19 +551,19 @@ def node_work(facts: JobFacts) -> dict[int, float]:
 
 
 def _local_addresses() -> set[str]:
-    """Addresses that this process's connections to other hosts have on this side."""
+    """Return the local addresses of this process's connections to other hosts."""
     return {own.removeprefix("::ffff:") for own, _, _ in outside_connections()}
 
 
 def _route_address(address: str, port: int) -> str:
-    """This host's address on the way to rank 0."""
+    """Return this host's address on the route to rank 0."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # nothing is sent
         return str(probe.getsockname()[0])
 
 
 def _address(first: RankFacts, route: str) -> str:
-    """Where a node is measured: on the interface that gloo uses, else on the way to rank 0."""
+    """Return the address at which a node is measured: gloo's interface, else the one on the route to rank 0."""
     used = first.interface(first.gloo_interface) if first.gloo_seen else None
     return used.addresses[0] if used is not None and used.addresses else route
 
@@ -559,7 +574,7 @@ def _mtu(first: RankFacts) -> int:
 
 
 def _candidates(first: RankFacts) -> dict[str, str]:
-    """Interfaces that might lead to other nodes and are not in use -> their addresses."""
+    """Return the interfaces that may lead to other nodes and are not in use -> their first addresses."""
     return {
         each.name: each.addresses[0]
         for each in first.interfaces
@@ -568,7 +583,7 @@ def _candidates(first: RankFacts) -> dict[str, str]:
 
 
 def _backends_of(facts: JobFacts, launcher: str) -> list[tuple[str, str]]:
-    """Backends to try, each with its device."""
+    """Return the backends to time, each with its device."""
     cuda = all(each.device == "cuda" for each in facts.ranks)
     found = [("nccl", "cuda"), ("gradwire", "cuda")] if cuda else [("gradwire", "cpu")]
     found.append(("gloo", "cpu"))
@@ -578,13 +593,13 @@ def _backends_of(facts: JobFacts, launcher: str) -> list[tuple[str, str]]:
 
 
 def _backend_nbytes(facts: JobFacts) -> int:
-    """As much of the gradients as a healthy network of this job moves in a moment."""
+    """Return the bytes of an all-reduce that takes about `BACKEND_SECONDS`, and at most the gradients'."""
     moment = BACKEND_SECONDS * facts.good_rate() / 2 if facts.pairs else 16e6
     return max(min(facts.gradient_nbytes, int(moment), 64 << 20) // 4 * 4, 1 << 16)
 
 
 def _looks_slow(took: Sequence[float], bound: float | None) -> bool:
-    """Whether the best round so far took longer than the links need for it; all ranks have the same times."""
+    """Return whether the best round was slower than the links allow. All ranks have the same times, so all agree."""
     return bound is not None and min(took[1:]) > SLOW_EXCHANGE * bound
 
 
