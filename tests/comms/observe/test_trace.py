@@ -132,7 +132,7 @@ def test_the_picture_shows_each_rank_and_the_wait_for_the_late_one(traced: dict[
     assert max(arrived, key=arrived.__getitem__) == 2
     waits = {rank: sum(bar.ended - bar.began for bar in rows[rank]["step"] if bar.kind == "wait") for rank in rows}
     assert min(waits, key=waits.__getitem__) == 2
-    with pytest.raises(ValueError, match=r"`--step` is 99; the trace holds steps 2 to 4"):
+    with pytest.raises(ValueError, match=r"`--step`: found 99, wanted 2 to 4, which the trace holds"):
         rows_of(traced, 99)
 
 
