@@ -1,8 +1,9 @@
-"""What the ranks of a sharded model agree on before the first step, so that a mistake is an error on all of them.
+"""Agreement of all ranks of a sharded model before the first step, so that a mistake raises on all of them.
 
-The ranks are a grid: each shares its parameters with the ranks of its row and its gradients with those of its column.
-Each rank writes down what it found, reads what its row and its column have written, and writes that down again: after
-two rounds everybody knows of an error anywhere in the grid, and nobody waits for a rank that has given up.
+The ranks form a grid: a rank shares parameters with the ranks of its row and averages gradients with those of its
+column. Each rank publishes its settings or its error in the store, reads those of its row and its column, and publishes
+the outcome once more. After two rounds every rank knows of an error anywhere in the grid, and no rank waits for one
+that has raised.
 """
 
 import json
@@ -20,12 +21,12 @@ from gradwire.comms.boundary.gathering import gather_bytes
 from gradwire.comms.boundary.messages import MessageType, Most, Rank
 
 ROUNDS = 2
-"""Rounds in which every rank hears of every other one: a step along the grid's row, and one along its column."""
+"""Rounds until an error reaches every rank of the grid: one along its row, one along its column."""
 
 OK, ERROR = "ok ", "error "
 
 _START: MessageType[str] = MessageType(Annotated[str, Most(64)])
-"""A name that a rank proposes for the start."""
+"""The name that a rank proposes for this start of the job."""
 _RANKS: MessageType[tuple[int, ...]] = MessageType(tuple[Rank, ...])
 """The ranks of a rank's row and column."""
 
@@ -33,20 +34,20 @@ _RANKS: MessageType[tuple[int, ...]] = MessageType(tuple[Rank, ...])
 def agree_on_grid(
     store: Store, name: str, rank: int, peers: Iterable[int], wanted: str, error: str | None, timeout: timedelta
 ) -> None:
-    """Compares what the ranks want.
+    """Compare the settings of all ranks of the grid.
 
     Args:
-        store: Shared by all ranks.
-        name: Unique among the agreements of this store, the same on all ranks.
+        store: Store that all ranks share.
+        name: Name of this agreement, unique in the store and the same on all ranks.
         rank: This rank in the store's group.
-        peers: The ranks of its row and its column.
-        wanted: What has to be the same on all of them, in words.
-        error: What is wrong on this rank; None where nothing is.
-        timeout: For each peer to write.
+        peers: Ranks of this rank's row and column.
+        wanted: Description of the settings, which must be equal on all ranks.
+        error: Error of this rank; None if it has none.
+        timeout: Longest wait for each peer.
 
     Raises:
-        ValueError: On all ranks, where one has an error or two want different things.
-        RuntimeError: A peer did not write within the time-out.
+        ValueError: On all ranks, if one of them has an error or two have different settings.
+        RuntimeError: A peer published nothing within `timeout`.
     """
     polling = PollingStore(PrefixStore(f"gradwire/sharded/{name}", store), timeout)
     others = sorted(set(peers) - {rank})
@@ -91,7 +92,8 @@ def reporter_of_grid(
         peers: The ranks of both, in the default group.
         timeout: For a look-up.
     """
-    start = secrets.token_hex(8)  # a store may hold what an earlier start of the same job has left
+    # A name of this start keeps its keys apart from those of an earlier start of the job in the same store.
+    start = secrets.token_hex(8)
     for group in groups:
         start = min(map(_START.read, gather_bytes(json.dumps(start).encode(), group)))
     rank = dist.get_rank()

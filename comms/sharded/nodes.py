@@ -1,8 +1,11 @@
-"""Where the ranks that share a model's parameters are, and the groups of their two steps: inside a node and between.
+"""Placement of the ranks that share a model's parameters, and the two steps of their collectives with a codec.
 
-With the same number of ranks on each node, every rank has a counterpart on each other node. Inside the node a step is
-exact; only counterparts exchange what is compressed. So a byte crosses a node's NIC once, where a flat exchange would
-send it once for each rank of the node.
+If all nodes have the same number of ranks, every rank has a counterpart on each other node: the rank at the same place.
+The step inside a node is exact; only counterparts exchange compressed payloads. So each byte crosses a NIC once, where
+a flat exchange would send it once for each rank of the node.
+
+On a CPU a collective is a coroutine that a communicator's executor runs in two lanes, one for each step, in the order
+in which collectives are started. On CUDA it is issued at once on the current stream.
 """
 
 import json
@@ -55,15 +58,15 @@ class Members(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Indices in the group of all that share parameters (in the order of the parts below)."""
+        """Ranks of this step, as indices in the group that shares parameters, in the order of the parts below."""
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Index of this rank in `ranks`."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks in this step."""
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Steps:
         """Fill `output` with this rank's part of the sum of `source` (numel = size * output.numel()), overwritten."""
@@ -76,12 +79,12 @@ class Members(Protocol):
 
 
 class TorchMembers:
-    """Members that use torch's own groups: on CUDA they are in the order of the current stream.
+    """Members on a group of torch's, for CUDA: collectives run in the order of the current stream.
 
     Args:
-        group: Of these ranks.
-        everyone: The ranks that share parameters, in the default group.
-        torchs: On CUDA: has them take turns with others of the device.
+        group: The process group of this step's ranks.
+        everyone: Ranks in the default group of all ranks that share parameters.
+        torchs: Serializes launches of several NCCL communicators on one device; None issues at once.
     """
 
     def __init__(self, group: dist.ProcessGroup, everyone: Sequence[int], torchs: TorchGroups | None = None) -> None:
@@ -201,16 +204,16 @@ def _in_lanes(steps: Steps, lane: Lane, inference: bool) -> Generator[Hop, None,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardNodes:
-    """The ranks of one group by node; all nodes hold as many.
+    """The ranks of one group that shares parameters, by node; all nodes have the same number of ranks.
 
     Attributes:
-        size: All of them.
-        members: For each node, indices in the group; the place of a rank in its node is its place here.
-        place: This rank's place in its node.
-        inside: The ranks of this node; None where it is this rank alone.
-        places: For each rank of `inside`, in that order, its place.
-        between: The ranks of this place; None where there is one node.
-        numbers: For each rank of `between`, in that order, the number of its node.
+        size: Number of ranks.
+        members: For each node, the indices of its ranks in the group; a rank's place is its position here.
+        place: Place of this rank in its node.
+        inside: Members of the step inside this node; None if this rank is the only one.
+        places: Places of the ranks of `inside`, in their order.
+        between: Members of the step between nodes: this rank and its counterparts; None if there is one node.
+        numbers: Numbers of the nodes of `between`'s ranks, in their order.
         communicator: Whose executor runs the collectives; None on CUDA.
     """
 
@@ -249,7 +252,7 @@ class ShardNodes:
 
     @property
     def counterparts(self) -> list[int]:
-        """Each rank's counterpart on the first node."""
+        """For each rank of the group, its counterpart on the first node."""
         found = [0] * self.size
         for node in self.members:
             for place, index in enumerate(node):
@@ -257,7 +260,7 @@ class ShardNodes:
         return found
 
     def describe(self) -> str:
-        """The members in a few words, for a report."""
+        """Describe the placement for a report: `2 nodes of 4`."""
         nodes, width = len(self.members), len(self.members[0])
         if nodes == 1:
             return f"{width} ranks of one node, exact"
@@ -265,9 +268,10 @@ class ShardNodes:
 
 
 def arrange(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
-    """Indices by node, nodes in the order of their first rank; each rank a node of its own where nodes are uneven.
+    """Return the indices of the ranks by node, nodes in the order of their first rank.
 
-    Uneven nodes leave ranks without counterparts: then the exchange is flat.
+    If nodes have different numbers of ranks, some would have no counterpart: then each rank counts as a node of its own
+    and the exchange is flat.
     """
     nodes: dict[object, list[int]] = {}
     for index, host in enumerate(hosts):
@@ -286,14 +290,14 @@ def find_nodes(
     communicator: Communicator | None,
     torchs: TorchGroups | None = None,
 ) -> ShardNodes:
-    """Asks the ranks of a group where they are, and makes the groups of the two steps; all ranks of the group call it.
+    """Find the node of each rank of a group, and make the members of the two steps. All ranks of the group call it.
 
     Args:
-        group: Of the default group's ranks.
-        hostname: What the configuration names this host; None takes the system's.
-        flat: Take each rank for a node of its own.
-        communicator: Of the same ranks, on a CPU; None takes torch's groups.
-        torchs: On CUDA, of torch's groups.
+        group: Group of the ranks that share parameters.
+        hostname: Host name from the configuration; None takes the system's.
+        flat: Count each rank as a node of its own.
+        communicator: Connects the same ranks, on a CPU; None (CUDA) makes groups of torch's.
+        torchs: On CUDA, serializes launches on torch's groups; see `TorchMembers`.
     """
     if communicator is not None:
         hosts: list[object] = [communicator.cluster.unit(rank, 0) for rank in range(group.size())]
@@ -303,7 +307,8 @@ def find_nodes(
     rank = group.rank()
     node = next(indices for indices in members if rank in indices)
     place = node.index(rank)
-    # First the inner groups on all ranks, then the outer ones: nobody waits in a circle.
+    # Invariant: all ranks make the inner groups first, then the outer ones, so that no ranks wait for each other in a
+    # circle.
     inside = _part(group, communicator, torchs, node, INSIDE)
     between = _part(group, communicator, torchs, sorted(indices[place] for indices in members), BETWEEN)
     places = [] if inside is None else [node.index(one) for one in inside.ranks]
@@ -322,7 +327,7 @@ def _part(
     indices: Sequence[int],
     step: str,
 ) -> Members | None:
-    """Some of a group's ranks; None where it is one rank alone."""
+    """Return the members of a step; None if it is this rank alone."""
     if len(indices) == 1:
         return None
     if communicator is not None:

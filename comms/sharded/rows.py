@@ -1,4 +1,8 @@
-"""A row of a parameter group (what one rank owns of it) as bytes: matrices encoded in few bits, the rest as it is."""
+"""Payloads of rows. A row is the part of a parameter group's flat gradient or weights that one rank owns.
+
+A payload holds the compressed runs of a row (matrices) encoded by a codec, then the dense runs (vectors, small
+matrices) unchanged, each part padded to `ALIGN_NBYTES`.
+"""
 
 from collections.abc import Sequence
 
@@ -9,16 +13,16 @@ from gradwire.comms.sharded.layout import RowRuns
 from gradwire.compressors.codecs.base import FusedCodec
 
 ALIGN_NBYTES = 16
-"""Payloads, and the parts of one, start at multiples of this: any dtype may be viewed there, and kernels read wide."""
+"""Alignment of payloads and of their parts, in bytes: any dtype can be viewed there, and kernels use wide loads."""
 
 
 def payload_nbytes(codec: FusedCodec, runs: RowRuns, dtype: torch.dtype) -> int:
-    """Bytes of a row's payload.
+    """Return the size of a row's payload in bytes.
 
     Args:
-        codec: Of what is compressed.
-        runs: Of the row.
-        dtype: Of what is not.
+        codec: Codec of the compressed runs.
+        runs: Compressed and dense runs of the row.
+        dtype: Dtype of the row, in which dense runs are sent.
     """
     return _dense_at(codec, runs) + _aligned(runs.dense_numel * dtype.itemsize)
 
@@ -32,16 +36,17 @@ def encode_row(
     residual: Tensor | None = None,
     sent: Tensor | None = None,
 ) -> None:
-    """Encodes a row.
+    """Encode a row into a payload.
 
     Args:
-        codec: For what is compressed.
-        runs: Of the row.
-        row: (runs.numel), floating; read.
-        payload: (payload_nbytes) uint8, at a multiple of 16 bytes; overwritten.
+        codec: Codec of the compressed runs.
+        runs: Compressed and dense runs of the row.
+        row: (runs.numel) floating-point; not changed.
+        payload: (payload_nbytes) uint8, aligned to 16 bytes; overwritten.
         residual: (runs.compressed_numel) float32, added to the row before it is encoded; overwritten with the
             compression error.
-        sent: (runs.numel) float32, what the receivers have: of what is compressed, the difference is encoded.
+        sent: (runs.numel) float32 row that the receivers already have; if given, compressed runs are encoded as
+            differences from it.
     """
     used = codec.wire_nbytes(runs.compressed_numel)
     if runs.compressed_numel:
@@ -53,22 +58,23 @@ def encode_row(
     dense_nbytes = runs.dense_numel * row.element_size()
     if dense_nbytes:
         payload[start : start + dense_nbytes].view(row.dtype).copy_(gather_runs(row, runs.dense))
-    payload[used:start].zero_()  # no old memory is sent
+    # Clear the padding, so that no uninitialized memory of this process is sent.
+    payload[used:start].zero_()
     payload[start + dense_nbytes :].zero_()
 
 
 def decode_rows(codec: FusedCodec, runs: RowRuns, payloads: Tensor, dtype: torch.dtype, own: Tensor | None) -> Tensor:
-    """The sum of several ranks' payloads of one row.
+    """Decode the payloads that several ranks sent of one row, and return their sum.
 
     Args:
-        codec: That encoded what is compressed.
-        runs: Of the row.
+        codec: Codec of the compressed runs.
+        runs: Compressed and dense runs of the row.
         payloads: (ranks, payload_nbytes) uint8, contiguous.
-        dtype: Of the rows that were encoded.
-        own: (runs.numel), this rank's contribution, which was not encoded; or None.
+        dtype: Dtype of the encoded rows.
+        own: (runs.numel) contribution of this rank, added without being encoded; None for no contribution.
 
     Returns:
-        (runs.numel) float32.
+        The sum, (runs.numel) float32.
     """
     total = torch.empty(runs.numel, dtype=torch.float32, device=payloads.device)
     if runs.compressed_numel:
@@ -87,14 +93,15 @@ def decode_rows(codec: FusedCodec, runs: RowRuns, payloads: Tensor, dtype: torch
 
 
 def add_payload(codec: FusedCodec, runs: RowRuns, payload: Tensor, dtype: torch.dtype, sent: Tensor) -> None:
-    """Brings what the receivers have of a row up to date.
+    """Update a receiver's copy of a row with a payload of differences.
 
     Args:
-        codec: That encoded what is compressed.
-        runs: Of the row.
-        payload: (payload_nbytes) uint8, of differences where it is compressed.
-        dtype: Of the row that was encoded.
-        sent: (runs.numel) float32, changed in place: the same bits on all ranks that have had the same payloads.
+        codec: Codec of the compressed runs.
+        runs: Compressed and dense runs of the row.
+        payload: (payload_nbytes) uint8: differences in the compressed runs, new values in the dense ones.
+        dtype: Dtype of the encoded row.
+        sent: (runs.numel) float32 copy of the row, changed in place. Ranks that apply the same payloads keep the same
+            bits.
     """
     if runs.compressed_numel:
         had = gather_runs(sent, runs.compressed)
@@ -116,7 +123,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def gather_runs(row: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """The elements of these runs (start, stop) one after the other; a view where there is one run, or none."""
+    """Return the elements of the runs (start, stop) of `row`, concatenated; a view if there is at most one run."""
     if not runs:
         return row[:0]
     if len(runs) == 1:
@@ -125,7 +132,7 @@ def gather_runs(row: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def scatter_runs(part: Tensor, row: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-    """Writes elements that lie one after the other to these runs of `row`."""
+    """Write the concatenated elements `part` to the runs (start, stop) of `row`; the inverse of `gather_runs`."""
     at = 0
     for start, stop in runs:
         row[start:stop] = part[at : at + stop - start]
