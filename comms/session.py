@@ -221,7 +221,7 @@ class AveragingSession:
         else:
             own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
         return Agreement(
-            own, ranks.rank, ranks.size, name, timeout, ended=ranks.peer_wait().exited_among, names=self._called
+            own, ranks.rank, ranks.size, name, timeout, find_exited=ranks.peer_wait().exited_among, names=self._called
         )
 
     @property

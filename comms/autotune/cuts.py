@@ -185,7 +185,7 @@ class LearnsCuts(StepListener):
             communicator.size,
             f"tune/{name}",
             config.timeout,
-            ended=communicator.peer_wait().exited_among,
+            find_exited=communicator.peer_wait().exited_among,
         )
         chooser = communicator.rank_plans.chooser
         self.finder = CutFinder(

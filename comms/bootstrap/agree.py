@@ -57,7 +57,7 @@ class Agreement:
         name: Prefix of the keys, unique in the store.
         timeout: Time to wait for the other ranks.
         must: What all ranks must do, for the error message of `gather`: "all ranks must ...".
-        ended: Finds ranks that have exited, so that they are not waited for; None disables that check.
+        find_exited: Finds ranks that have exited, so that they are not waited for; None disables that check.
         names: Numbers of the ranks in messages, if they differ from those here.
 
     Attributes:
@@ -73,7 +73,7 @@ class Agreement:
         name: str,
         timeout: timedelta,
         must: str = "take part",
-        ended: FindExited | None = None,
+        find_exited: FindExited | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
         self._store = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=size)
@@ -82,7 +82,7 @@ class Agreement:
         self._name = name
         self._timeout = timeout
         self._must = must
-        self._ended = ended
+        self._find_exited = find_exited
         self._names = range(size) if names is None else names
         self._round = 0
 
@@ -211,7 +211,7 @@ class Agreement:
         backoff = Backoff()
 
         def check() -> None:
-            if self._ended is None or not backoff.is_due():
+            if self._find_exited is None or not backoff.is_due():
                 return
             if self.rank == 0:
                 silent = (rank for rank in ranks if rank and not self._store.check([f"{place}/{rank}"]))
@@ -219,9 +219,9 @@ class Agreement:
             else:
                 # Rank 0, whose verdict is waited for, even if it has published its value.
                 ranks_to_ask = list(ranks)
-            if ended := self._ended(ranks_to_ask):
-                names = ", ".join(str(self._names[rank]) for rank in ended)
-                raise PeerError(f"rank {names} has ended: look at its output", tuple(ended))
+            if exited := self._find_exited(ranks_to_ask):
+                names = ", ".join(str(self._names[rank]) for rank in exited)
+                raise PeerError(f"rank {names} has ended: look at its output", tuple(exited))
 
         return check
 

@@ -359,7 +359,7 @@ class StoreFailureReporter(FailureReporter):
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         overdue = PeerFailure.of(error).source == OVERDUE
         first = self.failures.first
-        told = first is not None and first.said_by not in (None, self.rank) and first.reason in str(error)
+        told = first is not None and first.reported_by not in (None, self.rank) and first.reason in str(error)
         seen = "" if told else f"{phase} fail: {cause}"[:LONGEST_REASON]
         # gloo raises RuntimeError for failures of peers, too.
         own = type(error) is not RuntimeError and not isinstance(error, PeerError)
@@ -506,7 +506,7 @@ class StoreFailureReporter(FailureReporter):
         First ranks that failed by themselves, then the one that signalled the abort, then those that blame no peer.
         """
         signal = self._abort.poll()
-        signaller = None if signal is None else signal.said_by
+        signaller = None if signal is None else signal.reported_by
 
         def order(rank: int) -> tuple[bool, bool, bool, int]:
             return not reports[rank]["own"], rank != signaller, bool(reports[rank]["dead"]), rank

@@ -83,14 +83,14 @@ class PeerFailure:
         reason: One line of text.
         source: How the failure was detected; see the table of this module.
         ranks: Failed ranks, as the group numbers them; empty if unknown.
-        said_by: Rank that reported the failure first; None if that is this rank, or unknown.
+        reported_by: Rank that reported the failure first; None if that is this rank, or unknown.
         since: `time.time()` at which this rank learned of it.
     """
 
     reason: str
     source: str
     ranks: tuple[int, ...] = ()
-    said_by: int | None = None
+    reported_by: int | None = None
     since: float = field(default_factory=time.time, compare=False)
 
     @classmethod
@@ -115,9 +115,9 @@ class PeerFailure:
         """Serialize for another rank.
 
         Args:
-            rank: This rank, which becomes `said_by` unless another rank has reported the failure first.
+            rank: This rank, which becomes `reported_by` unless another rank has reported the failure first.
         """
-        by = rank if self.said_by is None else self.said_by
+        by = rank if self.reported_by is None else self.reported_by
         return json.dumps([self.reason[:LONGEST_REASON], self.source, self.ranks[:MOST_RANKS], by]).encode()
 
 

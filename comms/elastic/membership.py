@@ -202,7 +202,7 @@ class Membership:
             Whether it was; true where the store is gone, which was to say so.
         """
         try:
-            first = PeerFailure.unpacked(self._store.read(f"{view.generation}/abort")).said_by
+            first = PeerFailure.unpacked(self._store.read(f"{view.generation}/abort")).reported_by
         except RuntimeError as error:
             log.debug("the store cannot say who has ended generation %d: %s", view.generation, error)
             return True

@@ -67,7 +67,7 @@ def test_a_rank_that_has_ended_is_named_before_the_time_out(gone: int) -> None:
     def run(rank: int) -> str:
         if rank == gone:
             return ""
-        own = Agreement(store, rank, size, "plan", timedelta(minutes=10), ended=ended)
+        own = Agreement(store, rank, size, "plan", timedelta(minutes=10), find_exited=ended)
         with pytest.raises(ValueError, match="refused on all ranks") as caught:
             own.decide(rank, list)
         return str(caught.value)
@@ -79,6 +79,6 @@ def test_a_rank_that_has_ended_is_named_before_the_time_out(gone: int) -> None:
 def test_who_waits_hears_that_another_rank_has_given_up(rank: int) -> None:
     """Law: before the time-out, though no rank has ended."""
     peer_wait = PeerWait(range(3), rank, None, lambda: "rank 2 has run out of luck")
-    own = Agreement(HashStore(), rank, 3, "plan", timedelta(minutes=10), ended=peer_wait.exited_among)
+    own = Agreement(HashStore(), rank, 3, "plan", timedelta(minutes=10), find_exited=peer_wait.exited_among)
     with pytest.raises(ValueError, match="refused on all ranks: rank 2 has run out of luck"):
         own.decide(rank, list)

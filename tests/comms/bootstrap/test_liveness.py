@@ -196,7 +196,7 @@ def test_who_has_said_it_first_is_told_along_the_ring() -> None:
         assert heard[rank].told.wait(SECONDS)
         error = heard[rank].error
         assert isinstance(error, PeerFailureError)
-        assert PeerFailure.unpacked(error.failure.packed(rank)).said_by == 2
+        assert PeerFailure.unpacked(error.failure.packed(rank)).reported_by == 2
     for each in rings:
         each.close()
 

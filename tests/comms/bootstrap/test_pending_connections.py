@@ -207,7 +207,7 @@ def test_pending_connections_keep_no_rank_from_a_probe_server(callers: Callers, 
     deadline = time.monotonic() + SECONDS
     while server.reported_failure("start", 2) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert server.reported_failure("start", 2) == PeerFailure("the reason", FAILED, (3,), said_by=1)
+    assert server.reported_failure("start", 2) == PeerFailure("the reason", FAILED, (3,), reported_by=1)
     server.unregister("start", 2)
     server.close()
 

@@ -145,7 +145,7 @@ def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
     assert {view.members for view in views} == {("rank 0", "rank 1")}
     said = [each.first for each in failures]
     assert [(each.reason, each.source, each.ranks) for each in said if each] == [("a connection broke", FAILED, ())] * 2
-    assert said[1] is not None and said[1].said_by == 0
+    assert said[1] is not None and said[1].reported_by == 0
     assert [each.failures.first for each in made] == [None, None]
     lose(made, [0, 1])
 
@@ -183,7 +183,7 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
     until(lambda: failures.first is not None and "rank 2 has said nothing" in failures.first.reason)
     # It may have heard of it in the store, which names nobody, before the ring, which does, and from a neighbour of the
     # rank that has heard of it there, too: the other one has missed it, and knows.
-    assert failures.first is not None and failures.first.source == SILENT and failures.first.said_by in (1, 3)
+    assert failures.first is not None and failures.first.source == SILENT and failures.first.reported_by in (1, 3)
     until(lambda: {2} in (made[1].failures.ranks, made[3].failures.ranks))
     for each in made:
         each.close(orderly=False)
