@@ -72,7 +72,7 @@ def attach(
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel:
-    """The DDP model inside of what a framework has made of it.
+    """Returns the DDP model inside a framework's wrapper.
 
     Raises:
         TypeError: There is none; the message says what to pass.
@@ -126,7 +126,7 @@ def watch_scaler(state: HookState, scaler: LossScaler | None) -> None:
 
 
 def save_own(state: HookState, place: str, save: Callable[[Checkpoint, str], None] = save_file) -> None:
-    """Adds this rank's file to a framework's checkpoint; none where the state is empty. Nothing is sent.
+    """Adds this rank's file to a framework's checkpoint, unless the state is empty; without communication.
 
     Args:
         state: The hook's.

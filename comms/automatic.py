@@ -1,4 +1,4 @@
-"""The hook without a line: with GRADWIRE_HOOK set, every DistributedDataParallel of the process has it from its birth.
+"""The hook without a line of code: with GRADWIRE_HOOK set, every DistributedDataParallel gets it when it is made.
 
 DDP takes one hook, once. So what is registered here passes on to the hook that the model's own code registers later, if
 it does. A model that `replicate()` of FSDP2 was called on has it from its first backward pass, if the script has not
@@ -39,7 +39,7 @@ FutureTensor = torch.futures.Future[torch.Tensor]
 
 
 class Automatic:
-    """The hook of a model that has registered none itself.
+    """The hook of a model on which the script has registered none.
 
     Attributes:
         state: Bound to the model.

@@ -263,14 +263,14 @@ class Communicator:
                 be used until the future is done.
             scale: Factor on every rank's contribution, applied before any conversion to a narrower dtype; integers: 1.
             layout: Place of each parameter in all of `flat`. With it and a compressor, one phase is compressed.
-            flush: Send it dense, with what the compressor holds back added.
+            flush: Whether to send uncompressed, with the compressor's residuals added.
 
         Returns:
-            A future whose value is `flat`; waiting for it raises a RuntimeError with the text of the CollectiveError
-            where the collective failed. Its callbacks must not issue collectives.
+            A future whose value is `flat`. If the collective fails, waiting raises a RuntimeError with the text of the
+            CollectiveError. Callbacks of the future must not issue collectives.
 
         Raises:
-            ValueError: `flat` does not fit, or `layout` does not fit it.
+            ValueError: `flat` is not flat or on another device, or `layout` has another size.
         """
         bucket = Bucket.of(flat, layout)
         self.start(AllReduce((flat,), layout, (bucket,)), scale=scale, flush=flush)

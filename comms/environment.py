@@ -25,15 +25,15 @@ class WatchOptions:
 
 
 def watch_wanted() -> bool:
-    """Whether GRADWIRE_WATCH asks for a watch; what else it may be is looked at when that begins."""
+    """Returns whether GRADWIRE_WATCH is set; its value is checked when the watch begins."""
     return os.environ.get(WATCH, "").lower() not in ("", *OFF)
 
 
 def watch_options() -> "WatchOptions":
-    """What GRADWIRE_WATCH_STALL_SECONDS, GRADWIRE_WATCH_JSON, GRADWIRE_WATCH_METRICS and GRADWIRE_WATCH_TRACE say.
+    """Reads GRADWIRE_WATCH_STALL_SECONDS, GRADWIRE_WATCH_JSON, GRADWIRE_WATCH_METRICS and GRADWIRE_WATCH_TRACE.
 
     Raises:
-        ValueError: One of them, or GRADWIRE_WATCH, is not what it should be.
+        ValueError: GRADWIRE_WATCH is not 1, or the seconds are no positive number.
     """
     if (wanted := os.environ.get(WATCH, "")).lower() not in ON:
         raise ValueError(f"`{WATCH}` is {wanted!r}; wanted {', '.join(ON)}, or one of {', '.join(OFF)}")
@@ -49,68 +49,68 @@ def watch_options() -> "WatchOptions":
 
 
 FLIGHT_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
-"""Torch's variable: how many collectives its flight recorder keeps; read when the first group is made. gloo's recorder
-keeps none by default, NCCL's 2,000."""
+"""torch's variable for the number of collectives in its flight recorder, read when the first group is made. By default
+gloo's recorder keeps none, NCCL's 2,000."""
 
 
 def flight_recorder_size() -> int:
-    """How many collectives torch's flight recorder was asked to keep; 0 where nobody has."""
+    """Returns the number of collectives that torch's flight recorder is to keep; 0 if the variable is not set."""
     return int(os.environ.get(FLIGHT_RECORDER_SIZE) or 0)
 
 
 def set_flight_recorder_size(collectives: int) -> None:
-    """Asks torch's flight recorder to keep so many collectives; before the first process group is made."""
+    """Sets the number of collectives in torch's flight recorder; call it before the first group is made."""
     os.environ[FLIGHT_RECORDER_SIZE] = str(collectives)
 
 
 def world_size() -> int:
-    """WORLD_SIZE as torchrun sets it; 1 where nothing set it.
+    """Returns WORLD_SIZE as torchrun sets it; 1 if it is not set.
 
     Raises:
-        ValueError: It is no number.
+        ValueError: WORLD_SIZE is no number.
     """
     return launcher_number(os.environ, "WORLD_SIZE", 1)
 
 
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
-"""Torch's variable for the network interfaces that gloo uses, their names separated by commas."""
+"""torch's variable for the network interfaces that gloo uses: names, separated by commas."""
 
 
 def gloo_interfaces() -> tuple[str, ...]:
-    """The interfaces that torch's gloo would use; empty where none is named."""
+    """Returns the interfaces in GLOO_SOCKET_IFNAME; empty if it is not set."""
     return tuple(name for name in os.environ.get(GLOO_INTERFACES, "").split(",") if name)
 
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-"""NCCL's variable: 1 has the kernels of all communicators of a GPU start in the order in which they were issued."""
+"""NCCL's variable: 1 makes the kernels of all communicators of a GPU start in the order in which they were issued."""
 
 
 def launch_order() -> bool | None:
-    """Whether NCCL is to keep the order of issue across communicators; None where nobody has said."""
+    """Returns whether NCCL keeps the order of issue across communicators; None if the variable is not set."""
     text = os.environ.get(LAUNCH_ORDER)
     return None if text is None else text.strip() not in ("", "0")
 
 
 def set_launch_order() -> None:
-    """Has NCCL keep the order of issue across communicators: in this process, if it has run no collective yet."""
+    """Makes NCCL keep the order of issue across communicators, if this process has run no collective yet."""
     os.environ[LAUNCH_ORDER] = "1"
 
 
 def visibility() -> dict[str, str]:
-    """What is set of the variables that decide which GPUs this process sees, `topology.visible.VARIABLES`."""
+    """Returns the variables of `topology.visible.VARIABLES` that are set; they decide which GPUs this process sees."""
     from gradwire.topology.visible import VARIABLES  # here: a configuration needs nothing of the topology
 
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def local_rank() -> int | None:
-    """LOCAL_RANK as torchrun sets it; None where nothing set it, or no number."""
+    """Returns LOCAL_RANK as torchrun sets it; None if it is not set, or no number."""
     text = os.environ.get("LOCAL_RANK")
     return int(text) if text is not None and _is_number(text) else None
 
 
 def job_is_on_one_host() -> bool:
-    """Whether the launcher says that all of its ranks are here; false where it does not say."""
+    """Returns whether the launcher has started all ranks on this host; False if that is not known."""
     local, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     return local is not None and local == world
 
@@ -120,10 +120,14 @@ def _is_number(text: str) -> bool:
 
 
 def launcher_text(variables: Mapping[str, str], name: str) -> str:
-    """One of a launcher's variables.
+    """Returns one of a launcher's variables.
+
+    Args:
+        variables: Environment; see `launcher_variables`.
+        name: Name of the variable.
 
     Raises:
-        ValueError: It is not set, or empty.
+        ValueError: The variable is not set, or empty.
     """
     if not variables.get(name):
         raise ValueError(
@@ -134,15 +138,15 @@ def launcher_text(variables: Mapping[str, str], name: str) -> str:
 
 
 def launcher_number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A number among a launcher's variables.
+    """Returns one of a launcher's variables as a number.
 
     Args:
-        variables: Of the environment.
-        name: Of the variable.
-        default: Where it is not set; None where it has to be.
+        variables: Environment; see `launcher_variables`.
+        name: Name of the variable.
+        default: Value if the variable is not set; None if it must be set.
 
     Raises:
-        ValueError: It is no number, or not set.
+        ValueError: The variable is no number, or not set.
     """
     if default is not None and name not in variables:
         return default
@@ -153,13 +157,13 @@ def launcher_number(variables: Mapping[str, str], name: str, default: int | None
 
 
 def torchrun_place(variables: Mapping[str, str]) -> tuple[int, int, str, int]:
-    """(rank, number of ranks, address, port) of a process that torchrun started.
+    """Returns (rank, number of ranks, address, port) of a process that torchrun started.
 
     Args:
-        variables: Of the environment, see `launcher_variables`.
+        variables: Environment; see `launcher_variables`.
 
     Raises:
-        ValueError: A variable is not set, or makes no sense.
+        ValueError: A variable is not set, or out of range.
     """
     rank, size, port = (launcher_number(variables, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= size:
@@ -170,14 +174,14 @@ def torchrun_place(variables: Mapping[str, str]) -> tuple[int, int, str, int]:
 
 
 def launcher_variables() -> dict[str, str]:
-    """What torchrun, mpirun or srun set for this process about its rank; the names are theirs."""
+    """Returns the variables about this rank that torchrun, mpirun or srun have set."""
     return {name: os.environ[name] for name in _LAUNCHER_VARIABLES if name in os.environ}
 
 
 def steering_variables() -> dict[str, str]:
-    """The variables that steer torch, NCCL, gloo, OpenMP and their like in this process, for `gradwire doctor`.
+    """Returns the variables that configure torch, NCCL, gloo, OpenMP and the like, for `gradwire doctor`.
 
-    Only names with one of these beginnings: what a user may show to others, without the rest of their environment.
+    Includes only known names and prefixes, so that a user may show them without the rest of the environment.
     """
     return {
         name: value[:_LONGEST_VALUE]
@@ -187,9 +191,9 @@ def steering_variables() -> dict[str, str]:
 
 
 def bench_environment() -> float | None:
-    """NCCL_TESTS_MIN_BW: the bus bandwidth in GB/s that a benchmark must come near; None where it is not set.
+    """Returns NCCL_TESTS_MIN_BW, the bus bandwidth in GB/s that a benchmark must reach; None if it is not set.
 
-    Empty is 0, as for nccl-tests, which reads it with atof: any bandwidth is OK.
+    An empty value is 0, as for nccl-tests, which reads it with atof: any bandwidth is enough.
 
     Raises:
         ValueError: It is no number; or another variable of nccl-tests asks for several groups of ranks.

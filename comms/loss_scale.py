@@ -72,7 +72,7 @@ class LossScale:
 
 
 def refuse_odd_scale(scale: float) -> None:
-    """Refuses a saved factor that is none.
+    """Refuses a saved loss scale that is not a positive number.
 
     Raises:
         ValueError: It is neither positive nor 0, which stands for none.

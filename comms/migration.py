@@ -74,7 +74,7 @@ def is_settled(runs: Iterable[StateRun], layout: Layout, own: Sequence[Layout]) 
 
 
 def shared(held: Tensor, sum_of_ranks: Callable[[Tensor], object]) -> Tensor:
-    """What any rank holds of elements that are the same wherever they are held: a new tensor, alike on all ranks.
+    """Combines what the ranks hold of elements, each equal wherever it is held, into a new tensor, equal on all ranks.
 
     Args:
         held: 1-D float32, this rank's, zero where it holds nothing.
@@ -86,7 +86,7 @@ def shared(held: Tensor, sum_of_ranks: Callable[[Tensor], object]) -> Tensor:
 
 
 class StateLayouts:
-    """The layouts that a compressor's state lies in, so that it follows its parameters where they travel in a new one.
+    """Tracks the layouts for which a compressor has state, to find buckets whose state must be moved.
 
     The ranks of a node ask each other only about a state that was loaded: on CUDA an answer makes the host wait. What
     this process itself has trained is exchanged without a question, and in the first step there is nothing.
@@ -112,7 +112,7 @@ class StateLayouts:
         self.settled: set[Layout] = set()
 
     def has_moved(self, layout: Layout) -> bool:
-        """Whether state is to be moved before a bucket is compressed; notes that its parameters travel so from now on.
+        """Returns whether state must be moved before a bucket is compressed, and records its layout.
 
         Args:
             layout: Of the bucket.

@@ -75,7 +75,7 @@ class ParameterNames:
         return tuple(tuple(parameter.shape) for parameter in self._parameters)
 
     def layout(self, bucket: GradBucket) -> Layout:
-        """Which parameter lies where in the bucket's buffer.
+        """Returns the layout of a bucket: the place of each parameter in its buffer.
 
         Raises:
             ValueError: The bucket holds a parameter of another model.

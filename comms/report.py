@@ -17,7 +17,7 @@ COMPUTES_LATE, SLOW_LINK = "computes late", "slow link"
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """What the other ranks wait for.
+    """A rank or a link that the other ranks wait for.
 
     Attributes:
         cause: `computes late` or `slow link`.
@@ -62,7 +62,7 @@ class Straggler:
 
 
 def wrapped(text: str) -> str:
-    """Text with lines as long as the terminal that reads it is wide; in a file or a pipe each stays in one piece.
+    """Text that is wrapped to the width of the terminal when printed; in a file or a pipe lines stay whole.
 
     Args:
         text: Of several lines; what continues one is indented.
@@ -79,7 +79,7 @@ def wrapped(text: str) -> str:
 
 
 def said_once(paragraphs: Sequence[str]) -> list[str]:
-    """Paragraphs without the sentences that an earlier one has had.
+    """Returns paragraphs without sentences that an earlier paragraph has.
 
     Args:
         paragraphs: Each begins with what is its own.
@@ -105,7 +105,7 @@ def bucket_words(index: int, parameters: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `HookState.report()` gives; `print` it, or read its fields.
+    """The result of `HookState.report()`; `print` it, or read its fields.
 
     Attributes:
         cluster: Nodes and ranks in one line.
@@ -149,7 +149,7 @@ class Report:
         return found
 
     def to_prometheus(self) -> str:
-        """The numbers in Prometheus' text format, version 0.0.4, every name with the prefix `gradwire_`.
+        """Returns the numbers in Prometheus' text format, version 0.0.4, every name with the prefix `gradwire_`.
 
         Source: https://prometheus.io/docs/instrumenting/exposition_formats/
         """
@@ -255,7 +255,7 @@ def _in_one_line(text: str) -> str:
 
 
 def in_columns(line: str) -> str:
-    """A line of text as lines of at most `COLUMNS`, those after the first indented.
+    """Wraps a line of text at `COLUMNS`, and indents all lines but the first.
 
     Args:
         line: Indented or not.

@@ -1,4 +1,4 @@
-"""Cuts of a step's gradients by when they arrive: measured in the first steps, computed once, kept in a file if asked.
+"""Cuts of a step's gradients, computed from arrival times measured in the first steps, and kept in a file if asked.
 
 The best cuts come from a dynamic program over where the last transfer begins. One channel takes transfers one after
 another; a transfer of b bytes costs alpha + beta b and cannot begin before its last bucket has arrived.
@@ -40,7 +40,7 @@ PROFILED_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """What one rank saw of one step.
+    """Arrival times of one step on one rank.
 
     Attributes:
         sizes: Bytes of its buckets.
@@ -57,7 +57,7 @@ Find = Callable[[tuple[int, ...], Sequence[float]], FusionPlan]
 
 
 class CutFinder:
-    """One rank's program from the first step until the cuts are found.
+    """Finds the cuts on one rank: measures the first steps, agrees with the other ranks, computes.
 
     Args:
         begun: What training begins with.
@@ -144,7 +144,7 @@ def _rows(values: Sequence[object]) -> list[list[float]]:
 
 
 class LearnsCuts(StepListener):
-    """Learns one model's cuts on one rank.
+    """Listener that learns the cuts of one model and sets them as the fusion plan.
 
     Args:
         communicator: Of the ranks.
@@ -199,7 +199,7 @@ class LearnsCuts(StepListener):
         self._over = False
 
     def step_ended(self, step: EndedStep) -> None:
-        """Takes in the step that has just ended and cuts the next; every rank, after every step.
+        """Records the step that has just ended, and sets the cuts of the next; called on every rank after every step.
 
         In elastic training it is over where a rank does not come to a decision: those that go on change nothing.
         """
@@ -241,7 +241,7 @@ class LearnsCuts(StepListener):
 
 
 def best_cuts(cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Sequence[float]) -> FusionPlan:
-    """The cuts that let the last transfer of a step end first.
+    """Returns the cuts with which the last all-reduce of a step ends first, for one plan.
 
     Args:
         cluster: Where the ranks are and what the links give.
@@ -253,7 +253,7 @@ def best_cuts(cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Seq
 
 
 def affine(cluster: Cluster, plan: str, nbytes: int) -> tuple[float, float]:
-    """Alpha and beta of a whole transfer: a line through the predictions for a small and a large one.
+    """Returns seconds per all-reduce and per byte: a line through the predictions for a small and a large one.
 
     Args:
         cluster: Where.
@@ -272,7 +272,7 @@ def affine(cluster: Cluster, plan: str, nbytes: int) -> tuple[float, float]:
 def optimal_cuts(
     arrivals: Sequence[float], sizes: Sequence[int], alpha_seconds: float, seconds_per_byte: float
 ) -> tuple[int, ...]:
-    """The cuts that let the last transfer end first; O(n^2) for n buckets.
+    """Returns the cuts with which the last all-reduce ends first, in O(n^2) for n buckets.
 
     Args:
         arrivals: When each bucket arrives, in seconds, ascending.

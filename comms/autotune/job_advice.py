@@ -21,7 +21,7 @@ SAMPLE_NBYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What a job runs now.
+    """Plan and compressor that a job runs now.
 
     Attributes:
         plan: Its name.
@@ -34,7 +34,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class JobAdvice:
-    """What `HookState.advise()` gives; `print` it, or read its fields.
+    """The result of `HookState.advise()`; `print` it, or read its fields.
 
     Attributes:
         advice: Every plan and compressor, and the recommendation.
@@ -111,7 +111,7 @@ def advise_job(
     running: Running,
     accumulate: int = 1,
 ) -> JobAdvice:
-    """Prices every plan and compressor for a job as it was observed.
+    """Predicts every plan and compressor for a job as observed, and recommends one.
 
     Args:
         cluster: Where the ranks are, with the links as measured or assumed.
@@ -148,7 +148,7 @@ def advise_job(
 
 
 def _never_slower(advice: Advice, running: Running, observed: Observed, optimizer: str) -> Advice:
-    """The advice, or one to keep what runs where what is recommended is predicted to be slower than that.
+    """Returns the advice, or one to change nothing if the recommendation is predicted to be slower than what runs.
 
     The recommended one may be slower than the best by `WORTHWHILE`, so then the best saves less than that as well.
 
@@ -187,7 +187,7 @@ def _slowest_is_known(cluster: Cluster) -> bool:
 
 @lru_cache(maxsize=8)
 def prices(nodes: int, library: str, memory_bytes_per_second: float) -> tuple[CodecPrice, ...]:
-    """What each compressor costs: timed once on a CPU, computed for a GPU, whose memory bandwidth is known.
+    """Returns the cost of each compressor: timed once on a CPU, computed from the memory rate of a GPU.
 
     Args:
         nodes: Ranks that exchange a shard.

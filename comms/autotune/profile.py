@@ -20,7 +20,7 @@ def record_of(plan: FusionPlan) -> dict[str, object]:
 
 
 def plan_from(values: object) -> FusionPlan:
-    """Cuts from what JSON gives back.
+    """Makes a fusion plan of parsed JSON.
 
     Raises:
         ValueError: Something is missing, or of the wrong type, or impossible.
@@ -48,7 +48,7 @@ def save(file: Path, key: dict[str, object], plan: FusionPlan) -> None:
 
 
 def load(file: Path, key: dict[str, object]) -> FusionPlan | None:
-    """Reads a profile; None, with one warning, where it is broken or was made for something else.
+    """Reads a profile; returns None with a warning if it is damaged or was made for another job.
 
     Args:
         file: May be missing: then there is nothing to warn of.
