@@ -35,14 +35,14 @@ PIECE_NBYTES = 1000
 
 
 Late = Callable[[list[int], float], None]
-"""Told which ranks are waited for, and for how many seconds."""
+"""Callback with (ranks that have not joined, seconds since the wait began)."""
 
 
 class Control:
-    """Words between the ranks of a job.
+    """Messages between the ranks of a job through a store.
 
     Args:
-        store: All ranks reach it.
+        store: Store that all ranks reach.
         rank: This rank.
         size: Number of ranks.
     """
@@ -55,14 +55,14 @@ class Control:
         self._store = PrefixStore("doctor-words", store)
 
     def arrive(self, timeout: timedelta, late: Late = lambda missing, seconds: None) -> list[int]:
-        """Says that this rank is there; on rank 0 waits for the others.
+        """Report this rank as joined; on rank 0, wait for the others.
 
         Args:
-            timeout: For all.
-            late: Called on rank 0, every second, with the ranks that are not there yet and the seconds until now.
+            timeout: Time limit for all ranks.
+            late: Called on rank 0 every second with the ranks that have not joined yet.
 
         Returns:
-            On rank 0 the ranks that did not come within `timeout`.
+            On rank 0 the ranks that did not join within `timeout`; empty on the others.
         """
         self._store.set(f"here/{self.rank}", "1")
         if self.rank != 0:
@@ -78,10 +78,10 @@ class Control:
         return missing
 
     def started(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of some ranks that have said, before they imported torch, that they run -> their host.
+        """Return those of some ranks that reported their start before they imported torch -> their hosts.
 
         Args:
-            ranks: Asked about.
+            ranks: Ranks to look up.
         """
         keys = {rank: f"{KEY}/{rank}" for rank in ranks}
         said = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
@@ -92,14 +92,17 @@ class Control:
         return found
 
     def gather(self, own: object, timeout: timedelta) -> list[object] | None:
-        """Brings what every rank says to rank 0, by rank; None on the others. All ranks call it, in the same order.
+        """Gather a value of every rank on rank 0. Collective.
 
         Args:
-            own: Of what JSON knows.
-            timeout: For all.
+            own: Value of this rank, of types that JSON has.
+            timeout: Time limit for each rank.
+
+        Returns:
+            Values by rank on rank 0; None on the others.
 
         Raises:
-            RuntimeError: A rank said nothing.
+            RuntimeError: A rank sent nothing in time, or what cannot be parsed.
         """
         number = self._next()
         self._write(f"{number}/{self.rank}", own)
@@ -108,14 +111,17 @@ class Control:
         return [self._read(f"{number}/{rank}", timeout) for rank in range(self.size)]
 
     def tell(self, what: object, timeout: timedelta) -> object:
-        """Brings what rank 0 says to all ranks.
+        """Broadcast a value from rank 0 to all ranks. Collective.
 
         Args:
-            what: Of what JSON knows; ignored on the others.
-            timeout: For rank 0 to say it.
+            what: Value on rank 0, of types that JSON has; ignored on the others.
+            timeout: Time limit for rank 0.
+
+        Returns:
+            Value of rank 0.
 
         Raises:
-            RuntimeError: It said nothing.
+            RuntimeError: Rank 0 sent nothing in time, or what cannot be parsed.
         """
         number = self._next()
         if self.rank == 0:
@@ -124,10 +130,13 @@ class Control:
         return self._read(f"{number}/0", timeout)
 
     def meet(self, timeout: timedelta) -> None:
-        """Returns when all ranks have come here.
+        """Wait until all ranks have called this. Collective.
+
+        Args:
+            timeout: Time limit for all ranks.
 
         Raises:
-            RuntimeError: One has not.
+            RuntimeError: A rank has not called it in time.
         """
         self.gather(None, timeout)
         self.tell(None, timeout)
@@ -156,7 +165,7 @@ class Control:
 
 
 def spread(rounds: Sequence[list[tuple[int, int]]], most: int) -> list[list[tuple[int, int]]]:
-    """As many of the rounds as are wanted, evenly taken: each node stays in every round."""
+    """Return at most `most` of the rounds, evenly spaced. Each round still has every node."""
     if len(rounds) <= most:
         return list(rounds)
     return [rounds[place * len(rounds) // most] for place in range(most)]

@@ -1,4 +1,4 @@
-"""What the doctor prints: the answer first, then what was measured, then what could not be looked at."""
+"""Report of the doctor: findings, tables of the measurements, what was not examined, and a command to type next."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,20 +21,20 @@ from gradwire.topology.wording import duration, nbytes, rate
 MOST_PAIRS = 15
 
 WORTH_CHANGING = 1.5
-"""Times that one backend must be faster than another before a word is said of it."""
+"""Least ratio of two backends' times for which the last lines mention it."""
 
 TYPE = "Type: "
-"""What the last line begins with."""
+"""Beginning of the report's last line."""
 
 FAR_ROUND_TRIP = 1e-3
-"""Seconds of a round trip from which on it and the loss are handed to `gradwire predict`."""
+"""Least round trip, in seconds, for which the predict command gets `--rtt` and `--loss`."""
 
 
 def on_two_nodes(facts: JobFacts) -> str:
-    """Returns the command that looks at two machines like this one: a rank for each GPU, else for each usable core.
+    """Return the command that examines two machines like this one, with a rank for each GPU, else for each usable core.
 
     Args:
-        facts: Of one machine.
+        facts: Facts of one machine.
     """
     first = facts.ranks[0]
     ranks = len(first.gpus) or max(1, int(available_cores([first])))
@@ -45,13 +45,13 @@ def on_two_nodes(facts: JobFacts) -> str:
 
 
 def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, took_seconds: float) -> None:
-    """Prints the report.
+    """Print the report.
 
     Args:
-        facts: Of the job.
-        found: What is wrong, ranked.
-        console: Where.
-        took_seconds: That the examination lasted.
+        facts: Measurements of the job.
+        found: Findings as `diagnose` ranks them.
+        console: Console to print to.
+        took_seconds: Length of the examination.
     """
     say = console.print
     nodes = facts.nodes
@@ -74,7 +74,7 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
 
 
 def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
-    """What it comes to and what to type next, whether or not something is wrong: the second line begins with `Type: `.
+    """Return the two last lines of the report: a conclusion, and `Type: ` with the command to type next.
 
     Gains are those of exact sums, by the model of `comms/plan/overlap.py`. Which compressor to take is what the
     command says: only `comms/plan/advise.py` ranks them.
@@ -126,7 +126,7 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
 
 
 def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
-    """What is said if nothing counts as a fault; that nothing was found only after a look at everything."""
+    """Return the words for a job without faults: "Nothing found" only if all was examined and no packets were lost."""
     lost = counted_loss(facts)
     if lost >= LOST_SHARE:
         return f"No fault is named, but {100 * lost:.2g} % of the packets of a pair were lost"
@@ -136,11 +136,11 @@ def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
 
 
 def rates_after_fixes(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float]:
-    """Each node's rate once the fixes of the findings are applied, in bytes per second.
+    """Return each node's rate after the fixes of the findings, in bytes per second.
 
     Args:
-        facts: Of the job; links were measured.
-        found: What is wrong.
+        facts: Measurements of the job, with pairs.
+        found: Findings.
     """
     good = facts.good_rate()
     rates = []
@@ -153,7 +153,7 @@ def rates_after_fixes(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float
 
 
 def _faster_backend(facts: JobFacts) -> str:
-    """Where torch's own backend on CPUs is far behind ours, which the table shows, and what to write."""
+    """Return a sentence if gloo was far slower than gradwire's backend; else nothing."""
     times = {each.backend: each.seconds / each.nbytes for each in facts.backends if each.seconds is not None}
     gloo, ours = times.get("gloo"), times.get("gradwire")
     if facts.has_gpus or gloo is None or ours is None or gloo < WORTH_CHANGING * ours:
@@ -162,10 +162,10 @@ def _faster_backend(facts: JobFacts) -> str:
 
 
 def computed_seconds(facts: JobFacts) -> float | None:
-    """What a step of the job computes; None where no step is known, or one that has no room for its own exchange.
+    """Return the seconds that a step computes; None if no step is known, or it is shorter than its own exchange.
 
     Args:
-        facts: Of the job.
+        facts: Measurements of the job.
     """
     exchange = facts.exchange_seconds(facts.good_rate())
     if facts.step_seconds is None or facts.step_seconds <= exchange:
@@ -174,11 +174,11 @@ def computed_seconds(facts: JobFacts) -> float | None:
 
 
 def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
-    """The command that says for this cluster which plan and compressor to take.
+    """Return the `gradwire predict` command for this cluster, which recommends a plan and a compressor.
 
     Args:
-        facts: Of the job; links were measured.
-        found: What is wrong: the links are those after its fixes.
+        facts: Measurements of the job, with pairs.
+        found: Findings; the command has the links' rates after their fixes.
     """
     counts = [len(node) for node in facts.nodes]
     ranks = counts[0] if len(set(counts)) == 1 else ",".join(str(each) for each in counts)
@@ -204,7 +204,7 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
 
 
 def headline(facts: JobFacts) -> list[str]:
-    """What the links allow, whatever is wrong besides: the gradients' size over the rate."""
+    """Return the first lines of the report: the gradients' size, and the least time of their exchange."""
     lines = [split] if (split := _split_line(facts)) else []
     size = nbytes(facts.gradient_nbytes)
     given = "" if facts.gradient_nbytes != DEFAULT_GRADIENT_NBYTES else " (say --gradient-mb, or --script train.py)"
@@ -261,7 +261,7 @@ def _print_one(number: int, each: Diagnosis, console: Console) -> None:
 
 
 def pair_table(facts: JobFacts) -> Table:
-    """The slowest pairs of nodes."""
+    """Return a table of the pairs of nodes, the slowest first."""
     pairs = sorted(facts.pairs, key=lambda pair: min(pair.many))
     left = len(pairs) - MOST_PAIRS
     figures = right_columns("latency", "one connection", "several", "both ways at once")
@@ -279,7 +279,7 @@ def pair_table(facts: JobFacts) -> Table:
 
 
 def backend_table(facts: JobFacts) -> Table:
-    """An all-reduce by every backend, the fastest first."""
+    """Return a table of the backends' all-reduces, the fastest first."""
     figures = right_columns("time", f"so {nbytes(facts.gradient_nbytes)} take")
     table = Table("backend", *figures, title=f"all-reduce of {nbytes(facts.backends[0].nbytes)} by all ranks")
     for each in sorted(facts.backends, key=lambda one: one.seconds or float("inf")):
@@ -293,13 +293,13 @@ def backend_table(facts: JobFacts) -> Table:
 
 
 def as_record(facts: JobFacts, found: Sequence[Diagnosis], status: int, took_seconds: float) -> dict[str, object]:
-    """All of it, for programs; what is wrong in the order of the report.
+    """Return the report as a JSON object.
 
     Args:
-        facts: Of the job.
-        found: What is wrong, ranked.
-        status: Exit status.
-        took_seconds: That the examination lasted.
+        facts: Measurements of the job.
+        found: Findings as `diagnose` ranks them.
+        status: Exit status of the command.
+        took_seconds: Length of the examination.
     """
     return {
         "exit_status": status,

@@ -1,6 +1,6 @@
-"""Where the time of a script's steps goes on one rank: what its main thread does, how long an exchange is under way.
+"""Sampling of a script's steps on one rank: activities of the main thread, and time with a collective in flight.
 
-Runs in the script's own process, in a thread that looks now and then, as `gradwire.watch()` does.
+Runs in the script's process, in a thread that samples every few milliseconds, as `gradwire.watch()` does.
 """
 
 import json
@@ -23,10 +23,12 @@ KEPT_COLLECTIVES = 2000
 
 
 class StepSplit:
-    """Looks at this process's main thread and at its collectives.
+    """Sampler of this process's main thread and collectives.
+
+    Thread safety: `begin` and `write` are called by the main thread while the sampling thread runs.
 
     Args:
-        file: Where it is written what was seen, for the doctor.
+        file: JSON file that `write` replaces, for the doctor's process.
     """
 
     def __init__(self, file: Path) -> None:
@@ -36,7 +38,7 @@ class StepSplit:
         self._activity = Activity(threading.main_thread().ident or 0)
         self._flight = FlightReader()
         self._log = RankLog()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards all that follows, and _activity, _flight and _log.
         self._last = time.monotonic()
         self._first_issued: dict[str, int] = {}
         self._first: tuple[dict[str, float], float] | None = None
@@ -50,7 +52,7 @@ class StepSplit:
         ).start()
 
     def _fail(self, error: BaseException) -> None:
-        """Writes nothing from here on: what was seen of half a step says nothing of steps."""
+        """Stop writing: samples of a part of the steps would be misleading."""
         self._closed.set()
         with self._lock:
             self._first = None
@@ -69,7 +71,7 @@ class StepSplit:
             self._last = now
 
     def begin(self) -> None:
-        """Counts what is seen from here on; called by the main thread at the end of a step."""
+        """Start counting. The main thread calls it at the end of a step."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -78,11 +80,11 @@ class StepSplit:
             self._first_issued = {name: state.issued for name, state in self._log.states()}
 
     def write(self, steps: int, *, last: bool) -> None:
-        """Writes what a step took since `begin`.
+        """Write the averages of the steps since `begin` to the file.
 
         Args:
-            steps: That were made since then; one at least.
-            last: Whether no step follows: reading the stacks of all collectives would lengthen it.
+            steps: Number of steps since `begin`, at least 1.
+            last: Whether no step follows; only then are all-reduces counted by line, which takes long.
         """
         with self._lock:
             if self._first is None:
@@ -100,7 +102,7 @@ class StepSplit:
         replace_text(self._file, json.dumps(found), lasting=False)  # read after a kill, too
 
     def _all_reduces(self) -> Counter[str]:
-        """Line -> all-reduces since `begin` in groups of all ranks; of the last `KEPT_COLLECTIVES` at most."""
+        """Return line of the script -> all-reduces since `begin` in groups of all ranks, from the flight recorder."""
         whole = {name for name, ranks in self._flight.members.items() if len(ranks) == dist.get_world_size()}
         return Counter(
             each.line or "?"

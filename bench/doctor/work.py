@@ -1,4 +1,4 @@
-"""How much work a core does: the same small sum again and again, for a while, beside all other ranks or alone."""
+"""Speed of processors: repetitions of a small computation in a fixed time, on one core or with torch's threads."""
 
 import time
 from statistics import median
@@ -9,20 +9,20 @@ from gradwire.bench.doctor import local
 from gradwire.bench.doctor.facts import GpuState
 
 WORK_SECONDS = 0.4
-"""How long a core's work is measured."""
+"""Seconds of a measurement of a core: long enough that a quota or a throttle takes its share."""
 
 NUMEL = 1 << 16
-"""256 kB of float32: in every core's own cache, so that the memory that cores share is not measured."""
+"""Elements of the computation: 256 kB of float32 stay in a core's cache, so that shared memory is not measured."""
 
 WIDE_NUMEL = 1 << 20
-"""Enough that torch splits it over its threads (it does from 32768 elements on: at::internal::GRAIN_SIZE)."""
+"""Elements of the multi-threaded computation; torch uses threads from 32768 on. Source: at::internal::GRAIN_SIZE."""
 
 
 def core_work(seconds: float) -> float:
-    """Sums per second of one thread. The time is long enough that a quota or a throttle takes its share of it.
+    """Return repetitions of the computation per second in one thread.
 
     Args:
-        seconds: How long to work.
+        seconds: Length of the measurement.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -43,11 +43,13 @@ def _per_second(values: torch.Tensor, seconds: float) -> float:
 
 
 def threads_seconds(fair: int, seconds: float) -> tuple[float, float]:
-    """One operation with torch's own number of threads, and with `fair` of them; in turns, of which the usual counts.
+    """Return the median seconds of an operation with torch's number of threads, and with `fair` threads.
+
+    The two alternate, so that other load slows both.
 
     Args:
-        fair: Threads for which there are cores.
-        seconds: Each of the six turns.
+        fair: Number of threads for which there are cores.
+        seconds: Length of each of the six measurements.
     """
     own = torch.get_num_threads()
     values = torch.ones(WIDE_NUMEL)
@@ -63,7 +65,7 @@ def threads_seconds(fair: int, seconds: float) -> tuple[float, float]:
 
 
 def busy_gpu_states() -> tuple[GpuState, ...]:
-    """The clocks of the GPUs while this process's own one works."""
+    """Return the states of the node's GPUs while this process keeps its own GPU busy."""
     if torch.cuda.is_available():
         square = torch.ones(4096, 4096, device="cuda")
         for _ in range(50):
