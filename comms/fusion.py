@@ -87,6 +87,7 @@ class Fusion:
         last_sizes: Bytes of the last step's buckets, in the order of their arrival.
         defers: Whether a bucket may wait for later ones. False sends each at once, for a DDP model that waits for the
             averages without having marked the last bucket.
+        rows: None; see `Grouping`.
     """
 
     def __init__(self, plan: FusionPlan) -> None:
@@ -95,6 +96,7 @@ class Fusion:
         self._waiting: list[Bucket] = []
         self._sizes: list[int] = []
         self._pool = Pool()
+        self.rows = None
         self.last_sizes: tuple[int, ...] = ()
         self.defers = True
 

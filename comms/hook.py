@@ -333,7 +333,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         if communicator.device.type == "cuda":
             communicator.executor.stats.timing = is_timed(self.steps) or connection.listeners.wants_times
         self._timed = connection.listeners.wants_arrivals or communicator.executor.stats.timing
-        self._step_options(connection)
+        self._step_options(connection.weights)
         connection.fusion.defers = self._backward.marks_last_bucket
         connection.grouping = connection.fusion
         connection.listeners.step_began(self.steps)

@@ -315,7 +315,7 @@ class GradientSession(AveragingSession):
             measure_links(self.listeners, self.communicator, config, consensus)
         self.connect(threshold_nbytes or BUCKET_NBYTES)
         if self.compression is not None:
-            compress_steps(self.listeners, self, self.compression)
+            compress_steps(self.listeners, self, self.communicator, self.compression)
         follow_backward(
             self.listeners, names, device, self.compression, None if previous is None else previous.listeners
         )

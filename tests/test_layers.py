@@ -30,8 +30,9 @@ NATIVE_DOORS = {"compressors/compiled.py", "bench/emulation/relay.py"}
 """Modules that may import the compiled part: one says to all others what to do where it is missing."""
 
 MOST_FILES = 20
-MOST_OF_A_CLASS = {"compressors": (25, 23), "comms": (25, 15)}
-"""Folder -> methods and attributes that a class of it has at most."""
+MOST_OF_A_CLASS = {"compressors": (25, 23), "comms": (28, 15)}
+"""Folder -> methods and attributes that a class of it has at most. A state of the hook has the methods of a training
+state, and those that elastic training overrides."""
 
 STUDIES = "gradwire.bench.studies"
 

@@ -13,7 +13,7 @@ FEATURES = re.compile(r"elastic|samples|resume|used_?map|first_?steps", re.IGNOR
 MOST_LINES_OF_THE_HOOK = 450
 """With comments and docstrings; 610 when the hook held a branch for each feature."""
 
-MOST_LINES_WITH_ELASTIC = {"communicator.py": 2, "session.py": 2, "run": 0, "transport/groups.py": 0}
+MOST_LINES_WITH_ELASTIC = {"communicator.py": 3, "session.py": 3, "run": 0, "transport/groups.py": 0}
 """File or folder -> lines that name elastic training: a condition on the option, and descriptions."""
 
 

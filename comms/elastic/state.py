@@ -133,9 +133,9 @@ class ElasticHookState(HookState):
 
     def _begin_step(self, connection: GradientSession) -> None:
         super()._begin_step(connection)
-        resume = connection.grouping if isinstance(connection.grouping, Resume) else None
-        saved = self._elastic.begin_step(connection.communicator, None if resume is None else resume.rows)
-        if saved is not None and (resume is None or saved is not resume.rows):
+        rows = connection.grouping.rows
+        saved = self._elastic.begin_step(connection.communicator, rows)
+        if saved is not None and saved is not rows:
             connection.grouping = Resume(saved, connection.fusion)
 
     def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, connection: GradientSession) -> FutureTensor:

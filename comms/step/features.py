@@ -4,6 +4,7 @@ All ranks have the same options, so they create the same listeners in the same o
 other ranks while they are created.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from gradwire.comms.elastic.transfer import Carried
     from gradwire.comms.fusion import Fusion
     from gradwire.comms.names import ParameterNames
-    from gradwire.comms.session import GradientSession
+    from gradwire.comms.step.compressed_steps import GroupsBuckets
     from gradwire.comms.step.loaded import Loaded
     from gradwire.comms.step.samples import SampleWeights
 
@@ -51,9 +52,9 @@ def state_class(plain: type[S], config: Config) -> type[S]:
     """Returns the class of a hook state: `plain`, or its subclass for elastic training."""
     if not config.elastic:
         return plain
-    from gradwire.comms.elastic.state import ElasticHookState
-
-    return cast("type[S]", ElasticHookState)
+    # By name: the subclass is built on the class that asks for it here.
+    module = importlib.import_module("gradwire.comms.elastic.state")
+    return cast("type[S]", module.ElasticHookState)
 
 
 def refuse_without_option(**given: object) -> None:
@@ -122,17 +123,19 @@ class OptionalMembers:
     def admit_joining(self) -> None:
         """Admits the processes that wait to join; the model calls it before each forward pass in elastic training."""
 
-    def _step_options(self, connection: "GradientSession") -> None:
+    def _step_options(self, weights: "SampleWeights | None") -> None:
         """Passes on what the user has set for the step that begins."""
-        if connection.weights is not None:
-            connection.weights.count = self._samples
+        if weights is not None:
+            weights.count = self._samples
 
 
-def compress_steps(listeners: Listeners, session: "GradientSession", compression: "Compression") -> None:
+def compress_steps(
+    listeners: Listeners, session: "GroupsBuckets", communicator: Communicator, compression: "Compression"
+) -> None:
     """Adds the compressor's part of each step."""
     from gradwire.comms.step.compressed_steps import CompressedSteps
 
-    listeners.add(order.COMPRESSED_STEPS, CompressedSteps(session, session.communicator, compression))
+    listeners.add(order.COMPRESSED_STEPS, CompressedSteps(session, communicator, compression))
 
 
 def follow_backward(

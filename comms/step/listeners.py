@@ -87,6 +87,10 @@ class EndedStep:
 class Grouping(Protocol):
     """Decides which buckets of a step are reduced together, and when. Each method returns the all-reduces to start."""
 
+    @property
+    def rows(self) -> Tensor | None:
+        """The all-reduces that the step has to use, in the encoding of `Resume`; None if the grouping decides."""
+
     def add(self, bucket: Bucket) -> Sequence[AllReduce]:
         """Adds an arrived bucket."""
 
