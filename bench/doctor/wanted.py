@@ -1,4 +1,4 @@
-"""Options of an examination, and how `--script` runs are merged into its facts. Needs no torch."""
+"""What the command line asks of the doctor, and what its examinations leave behind; needs no torch."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -8,30 +8,30 @@ from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, JobFacts, Scrip
 from gradwire.topology.wording import listed
 
 left_behind: list[threading.Thread] = []
-"""Threads still in gloo's connect at the end of the examination; the process must exit without joining them."""
+"""Threads that still try to connect: the process must end without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Options of an examination, from the command line."""
+    """What the command line asks for."""
 
     gradient_nbytes: int | None = None
     step_seconds: float | None = None
     link_bytes_per_second: float | None = None
     script: tuple[str, ...] = ()
     seconds: float = 45.0
-    """Approximate length of the examination, without the run of the user's script."""
+    """Seconds for everything; the user's script comes on top."""
     say: Callable[[str], None] = field(default=lambda text: None)
-    """Callback with a line of progress."""
+    """Called with what is being done."""
 
 
 def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> JobFacts:
-    """Return the facts with the gradients' size and step time of the command line, else of the script, else defaults.
+    """Takes the user's own figures: those of the command line, then those of their script, then the usual ones.
 
     Args:
-        facts: Measurements of the job.
-        wanted: Options of the command line.
-        runs: Runs of the script, by rank; empty if none was run.
+        facts: Of the job.
+        wanted: What the command line says.
+        runs: Of the script, by rank; empty where none was run.
     """
     nbytes = max((run.gradient_nbytes for run in runs), default=0)
     steps = [run.step_seconds for run in runs if run.step_seconds is not None]
@@ -49,7 +49,7 @@ def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> J
 
 
 def _in_words(run: ScriptRun, runs: Sequence[ScriptRun]) -> str:
-    """Return a note on a failed run of the script: the rank, the error, and each rank's line if it hung."""
+    """What is wrong with a script's run, on which rank, and where the ranks stood if it did not end."""
     whose = f" on rank {runs.index(run)}" if run.status and len(runs) > 1 else ""
     places: dict[str, list[int]] = {}
     for rank, each in enumerate(runs):
