@@ -42,10 +42,10 @@ class ConfigurationSpec:
 
 
 def configuration_specs(with_mpi: bool) -> list[ConfigurationSpec]:
-    """All configurations, plain DDP first.
+    """Return all configurations, plain DDP first.
 
     Args:
-        with_mpi: The ranks come from mpirun, so that MPI's all_reduce can take part.
+        with_mpi: Whether mpirun started the ranks, so that MPI's all-reduce can be compared too.
     """
     found = [
         ConfigurationSpec(PLAIN, lambda model, rate: None),

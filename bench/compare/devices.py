@@ -70,15 +70,15 @@ def device_of(machine: Machine, ranks: int) -> Device | None:
 
 
 def on_machine(model: PublicModel, machine: Machine, ranks: int) -> PublicModel:
-    """Returns a model with the time that its step is assumed to take on a machine, and the words that say so.
+    """Return the model with the step time assumed for a machine, and a text that says that it is assumed.
 
-    The step takes as long as on the reference device times the ratio of the two peaks: both are taken to reach the same
-    share of theirs.
+    The step time of the reference device is scaled by the ratio of the peak rates: both are assumed to reach the
+    same share of their peaks.
 
     Args:
-        model: As in the table, of the reference device.
+        model: Model of the table, with the step time of the reference device.
         machine: One of the nodes.
-        ranks: Of that node.
+        ranks: Number of ranks of that node.
     """
     device = device_of(machine, ranks)
     if device is None:

@@ -1,4 +1,4 @@
-"""Models of a wanted size in plain torch, and batches for them: what the configurations train on."""
+"""Models of a requested size in plain torch, and batches for them, on which all configurations train."""
 
 from collections.abc import Callable
 

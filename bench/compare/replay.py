@@ -191,7 +191,7 @@ class ReplayLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: "_Context", *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Waits, then returns the number's gradient and the parameter's."""
+        """Sleep for the layer's time, then return the gradients of the input and of the parameter."""
         if ctx.seconds:
             sleep(ctx.seconds)
         return outputs[0], ctx.gradient, None, None
@@ -295,7 +295,7 @@ class Scale:
 
 
 def plain_step_seconds(case: ReplayCase, ranks: int, bits_per_second: int) -> float:
-    """A real step of plain DDP: a flat ring fills its link while the backward pass runs, and goes on after it.
+    """Return the predicted seconds of a real step of plain DDP: a flat ring, from the first bucket of backward on.
 
     Args:
         case: What is replayed.
@@ -328,7 +328,7 @@ def message_seconds(case: ReplayCase, ranks: int) -> float:
 
 
 def fit_scale(case: ReplayCase, ranks: int, bits_per_second: int, factor: int | None, slow_motion: int | None) -> Scale:
-    """The scale of a replay on emulated nodes.
+    """Return how much a replay on emulated nodes shrinks gradients and slows time down.
 
     Args:
         case: What is replayed.

@@ -175,7 +175,7 @@ class Measured:
 
 
 def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> None:
-    """Prints the table and writes what was asked for.
+    """Print the table of results, and write the files of `--json` and `--plot` if they were given.
 
     Args:
         options: Of the command line.

@@ -251,11 +251,11 @@ class Listener:
 
     @property
     def ports(self) -> tuple[int, int]:
-        """TCP and UDP."""
+        """Port numbers of the TCP and the UDP socket."""
         return self._tcp.getsockname()[1], self._udp.getsockname()[1]
 
     def _accept(self) -> None:
-        """Lets callers in that name a session; `MOST_SESSIONS` are served at a time, each by a thread."""
+        """Accept connections that name a session; at most `MOST_SESSIONS` are served at a time, each by a thread."""
         with contextlib.closing(
             PendingConnections(self._tcp, lambda heard: 1 + SESSION_NBYTES - len(heard))
         ) as pending:
@@ -434,27 +434,27 @@ class Asker:
         return min(found)[1]
 
     def rates(self, there: int, back: int, seconds: float, buffer_nbytes: int = 0) -> tuple[float, float]:
-        """Bytes per second in each direction, at once.
+        """Run a flow in both directions at once; return the received rates (there, back), in bytes per second.
 
         Args:
             there: Connections that send to the other node.
             back: Connections that receive from it.
-            seconds: For how long.
-            buffer_nbytes: Of the senders' sockets; 0 leaves them to the kernel.
+            seconds: Length of the flow.
+            buffer_nbytes: Send buffer of each socket; 0 for the default of the kernel.
         """
         return self.flows(there, back, seconds, buffer_nbytes)[0]
 
     def flows(
         self, there: int, back: int, seconds: float, buffer_nbytes: int = 0, bytes_per_second: float = 0.0
     ) -> tuple[tuple[float, float], tuple[SentSegments | None, SentSegments | None]]:
-        """Bytes per second in each direction, at once, and what the kernels say of the senders.
+        """Run a flow in both directions at once; return the rates received, and the senders' kernel statistics.
 
         Args:
             there: Connections that send to the other node.
             back: Connections that receive from it.
-            seconds: For how long.
-            buffer_nbytes: Of the senders' sockets; 0 leaves them to the kernel.
-            bytes_per_second: No sender is faster than this; 0 for no limit.
+            seconds: Length of the flow.
+            buffer_nbytes: Send buffer of each socket; 0 for the default of the kernel.
+            bytes_per_second: Pacing rate of each sender; 0 for no limit.
         """
         sends = [self._connect(_DATA, b"r") for _ in range(there)]
         receives = [self._connect(_DATA, b"s") for _ in range(back)]
