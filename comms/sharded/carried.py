@@ -27,7 +27,7 @@ from gradwire.comms.step.loaded import LoadConsistencyCheck, Loaded
 from gradwire.compressors.rules import Rule
 
 CARRIED_ON = PREFIX + "carried/"
-"""Begins the keys in a rank's entry of what collectives carry on; kind and number of the parameter group follow."""
+"""Prefix of the keys in a rank's entry with carried state; kind and number of the parameter group follow."""
 
 SUMS_OF = PREFIX + "sums/"
 """Prefix of the keys in a rank's entry that count the sums behind a residual; followed as `CARRIED_ON` is."""
@@ -40,17 +40,17 @@ class ShardResidual:
     """The compression error of one parameter group's rows for other owners, added to the next rows.
 
     Args:
-        shards: All of the parameter group's, in their order in a row.
-        rules: Which of them travel as they are.
-        others: How many rows are sent.
+        shards: Shards of the parameter group, in their order in a row.
+        rules: Rules that decide which shards are sent uncompressed.
+        others: Number of rows that are sent to other owners: one less than there are nodes.
 
     Attributes:
-        loss_scale: Of the gradients that this parameter group's rows are of; the residual follows it.
-        sums: Of this parameter group so far; the same on all its ranks.
+        loss_scale: Loss scale of the gradients in the residual; a change rescales the residual.
+        sums: Reduce-scatters of this parameter group so far; the same on all its ranks.
     """
 
     key = SUMS_OF
-    """What of it all ranks must have loaded alike: rows are each rank's own."""
+    """Prefix of the entry that must be equal on all ranks after a load: the count of sums. Residuals differ by rank."""
 
     def __init__(self, shards: Sequence[NamedShard], rules: Sequence[Rule], others: int) -> None:
         self.flushing = False
@@ -65,10 +65,10 @@ class ShardResidual:
         """True if the residual may be non-zero; the same on all ranks."""
 
     def check(self, rows: Tensor | None) -> None:
-        """Refuses what was saved of another model, or is damaged.
+        """Refuse a saved residual of another model, or a damaged one.
 
         Raises:
-            ValueError: The rows are of another number or length, or not finite.
+            ValueError: Wrong shape or dtype, or values that are not finite.
         """
         wanted = (self._others, runs_of(self._shards, self._rules).compressed_numel)
         if rows is not None and tuple(rows.shape) != wanted:
@@ -80,20 +80,24 @@ class ShardResidual:
         refuse_not_finite({RESIDUAL: rows} if rows is not None else {})
 
     def restore(self, rows: Tensor | None) -> None:
-        """Takes over what was saved, and has been checked; None begins anew."""
+        """Replace the residual by a saved one that `check` has accepted; None starts from zero."""
         self.rows = None if rows is None else rows.clone()
         self.holds = rows is not None
 
     def describe(self) -> str:
-        """The sums in a word."""
+        """Return the number of sums, which all ranks must have loaded equal."""
         return str(self.sums)
 
     def take(self, present: Sequence[NamedShard], device: torch.device) -> list[Tensor]:
-        """What is to be added to each row of these parameters, in the order of their compressed elements; (n) float32.
+        """Return the residuals to add to the rows of the next encoding.
 
         Args:
-            present: Those that have a gradient, in their order.
-            device: Where rows are.
+            present: Parameters that have a gradient, in the order of the row.
+            device: Device of the row; the residual is moved there.
+
+        Returns:
+            For each other owner, (compressed elements of `present`) float32; a view of the residual if all parameters
+            are present in their own order.
         """
         if self.rows is None:
             numel = runs_of(self._shards, self._rules).compressed_numel
@@ -106,8 +110,8 @@ class ShardResidual:
         """Stores the compression error of this step.
 
         Args:
-            present: As in `take`.
-            rows: What `take` returned, changed in place; what is not finite is dropped.
+            present: The same as in `take`.
+            rows: The tensors that `take` returned, changed in place. Elements that are not finite become zero.
         """
         assert self.rows is not None
         places = self._places(present)
@@ -122,7 +126,7 @@ class ShardResidual:
             self.rows = rows.mul_(factor)
 
     def _places(self, present: Sequence[NamedShard]) -> list[tuple[int, int]] | None:
-        """Where the compressed elements of these parameters are among all, in this order; None for all as they lie."""
+        """Return the runs of the residual that belong to `present`, in its order; None for the whole residual."""
         if list(present) == list(self._shards):
             return None
         places, start = {}, 0
@@ -134,15 +138,17 @@ class ShardResidual:
 
 
 class SentRows:
-    """The rows of one parameter group's counterparts, as all of them have them.
+    """The weights of one parameter group as all counterparts have them: the base of the next differences.
+
+    Invariant: counterparts apply the same payloads in the same order, so their copies have the same bits.
 
     Args:
-        runs: Of a row.
-        count: How many rows there are.
+        runs: Compressed and dense runs of a row.
+        count: Number of rows: one for each counterpart, this rank included.
     """
 
     key = CARRIED_ON
-    """What of it counterparts must have loaded alike: the rows."""
+    """Prefix of the entry that must be equal on all counterparts after a load: the rows."""
 
     def __init__(self, runs: RowRuns, count: int) -> None:
         self.runs = runs
@@ -161,11 +167,11 @@ class SentRows:
         _refuse_other_dtype(rows)
 
     def restore(self, rows: Tensor | None) -> None:
-        """Takes over what was saved, and has been checked; None has the next all-gather be exact."""
+        """Replace the rows by saved ones that `check` has accepted; None makes the next all-gather exact."""
         self.rows = None if rows is None else rows.clone()
 
     def describe(self) -> str:
-        """The rows in a word, which tells them from others."""
+        """Return a short digest of the rows, to compare them between ranks."""
         if self.rows is None:
             return "not there"
         return hashlib.sha256(self.rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
@@ -177,16 +183,16 @@ def _refuse_other_dtype(rows: Tensor | None) -> None:
 
 
 class LoadedRows:
-    """What a rank has loaded of one kind of rows, which other ranks must have loaded, too.
+    """Descriptions of the carried state that a rank loaded, for comparison with the other ranks.
 
-    With other rows than its counterparts have of it, what a rank sends would be differences from weights that they do
-    not have, or whole rows where they wait for differences. A residual of another step belongs to other weights.
+    A rank with other rows than its counterparts would send differences from weights that they do not have, or whole
+    rows where they expect differences. A residual of another step belongs to other weights.
 
     Args:
-        alike: Makes what has the ranks compare; None: others do.
+        alike: Makes the check that compares this object on all ranks; None if another object's check covers it.
 
     Attributes:
-        loaded: What they must have alike; see `Compression.loaded`.
+        loaded: Description by name, equal on consistent ranks; see `Loaded`.
     """
 
     def __init__(self, alike: Callable[[Loaded], LoadConsistencyCheck] | None = None) -> None:
@@ -195,14 +201,14 @@ class LoadedRows:
         self._alike = None if alike is None else alike(self)
 
     def add(self, param_group: str, rows: ShardResidual | SentRows) -> None:
-        """Takes in the rows of a parameter group; what they are saved under ends with `param_group`."""
+        """Add the state of a parameter group, which is saved under a key that ends with `param_group`."""
         self._rows[rows.key + param_group] = rows
 
     def note(self) -> None:
-        """Notes that a state was loaded."""
+        """Record that a state was loaded, and what it holds."""
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._rows.items()}
 
     def compare(self) -> None:
-        """Has the ranks compare; see `LoadConsistencyCheck.compare`."""
+        """Compare with the other ranks; see `LoadConsistencyCheck.compare`."""
         if self._alike is not None:
             self._alike.compare()

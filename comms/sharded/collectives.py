@@ -52,9 +52,9 @@ from gradwire.compressors.kernels.hashing import mix_key
 from gradwire.compressors.rules import Rule
 
 SHARD_CHOICES = ("exact", "bf16", "int8", "int4", "waterfill4")
-"""What gradients may travel as between the ranks that share parameters."""
+"""Formats of gradients between nodes, in the reduce-scatter."""
 WEIGHT_CHOICES = ("exact", "bf16", "int8", "waterfill4")
-"""What weights may travel as."""
+"""Formats of weights between nodes, in the all-gather."""
 
 CARRIED = "waterfill4"
 """The choice, of gradients and of weights, that keeps its compression error for the next step."""
@@ -70,11 +70,11 @@ Count = Callable[[int, float], None]
 
 
 def codec_of(choice: str, key: int | None) -> FusedCodec:
-    """The codec of one of the choices.
+    """Make the codec of a format.
 
     Args:
         choice: "bf16", "int8", "int4" or "waterfill4".
-        key: Of the random rounding of int8 and int4; None rounds to nearest.
+        key: Key of the random rounding of int8 and int4; None rounds to nearest.
     """
     if choice == CARRIED:
         return WaterfillCodec(4)
@@ -85,12 +85,12 @@ def codec_of(choice: str, key: int | None) -> FusedCodec:
 
 @dataclass(slots=True)
 class Rounding:
-    """Where the random numbers of a model's reduce-scatters come from: the same after a restart, others on each rank.
+    """Keys of the random rounding of a model's reduce-scatters: reproducible after a restart, different on each rank.
 
     Attributes:
-        seed: Of the job.
-        rank: In the default group.
-        calls: Reduce-scatters so far.
+        seed: Seed of the job.
+        rank: Rank in the default group.
+        calls: Number of reduce-scatters so far; saved with the state.
     """
 
     seed: int
@@ -98,21 +98,21 @@ class Rounding:
     calls: int = 0
 
     def next_key(self) -> int:
-        """The key of the next reduce-scatter."""
+        """Return the key of the next reduce-scatter."""
         self.calls += 1
         return mix_key(self.seed, self.calls, self.rank)
 
 
 class Allocating:
-    """What torch asks of its collectives' objects besides the collective."""
+    """Base of the objects that FSDP2 calls for a collective: allocates their tensors."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what goes in or comes out."""
+        """Allocate an input or output tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class AllGather(Allocating, ABC):
-    """An all-gather that torch may be given."""
+    """An all-gather in the form that FSDP2 calls."""
 
     @abstractmethod
     def start(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> ShardWork | None:
@@ -126,11 +126,11 @@ class AllGather(Allocating, ABC):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> object:
-        """Carries it out; returns what is to be waited for, if anything is."""
+        """Run it; return its work if it may still be in flight, else None."""
 
 
 class ReduceScatter(Allocating, ABC):
-    """A reduce-scatter that torch may be given."""
+    """A reduce-scatter in the form that FSDP2 calls."""
 
     @abstractmethod
     def start(
@@ -142,19 +142,21 @@ class ReduceScatter(Allocating, ABC):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Carries it out."""
+        """Run it and wait for the result."""
 
 
 class GradientReduceScatter(ReduceScatter):
-    """The reduce-scatter of one parameter group; torch calls it on the stream that it shall run on.
+    """The reduce-scatter of one parameter group's gradients with a codec between nodes.
+
+    On CUDA it runs on the current stream; on a CPU in the lanes of the communicator of `nodes`.
 
     Args:
-        param_group: Whose.
-        names: Of the model's parameters.
-        nodes: Where the ranks are.
+        param_group: The parameter group.
+        names: Names of the model's parameters.
+        nodes: Placement of the ranks, and the members of the two steps.
         choice: "bf16", "int8", "int4" or "waterfill4".
-        rules: Which parameters travel as they are.
-        rounding: Of the model.
+        rules: Rules that decide which parameters are sent uncompressed.
+        rounding: Random keys of the model.
         count: Counts one exchange between nodes.
         loaded: Compares the loaded residuals of the ranks.
 
@@ -189,7 +191,7 @@ class GradientReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Writes the sum, or the average, of all ranks' row of this rank to `output_tensor`.
+        """Write the sum, or the average, of this rank's row over all ranks to `output_tensor`.
 
         Args:
             output_tensor: (numel of a row), floating.
@@ -247,7 +249,7 @@ class GradientReduceScatter(ReduceScatter):
         return self._runs[key]
 
     def _sum_inside(self, rows: Tensor) -> Generator[Hop, None, Tensor]:
-        """(nodes, numel): this node's sums of the rows of this rank and its counterparts, by number of node."""
+        """Return (nodes, numel): this node's sums of the rows of this rank and its counterparts, by node number."""
         nodes = self._nodes
         if nodes.inside is None:
             return _select(rows, [indices[0] for indices in nodes.members])
@@ -265,7 +267,7 @@ class GradientReduceScatter(ReduceScatter):
         present: Sequence[NamedShard],
         flushing: bool,
     ) -> Generator[Hop, None, Tensor]:
-        """(numel) float32: the sum over the nodes of this rank's own row."""
+        """Exchange encoded rows between nodes, and return (numel) float32: this rank's row summed over all nodes."""
         own, residual = between.rank, self.residual
         kept: list[Tensor] | None = None if residual is None else residual.take(present, mine.device)
         others = [index for index in range(between.size) if index != own]
@@ -291,15 +293,15 @@ class GradientReduceScatter(ReduceScatter):
 
 
 def divisor_of(op: object, size: int, param_group: ShardedParamGroup) -> float:
-    """What the plain sum is divided by.
+    """Return the divisor that turns a sum into what `op` asks for.
 
     Args:
         op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
-        size: Ranks.
-        param_group: Whose gradients they are.
+        size: Number of ranks.
+        param_group: The parameter group, which has the factor of `set_gradient_divide_factor()`.
 
     Raises:
-        ValueError: It is another one.
+        ValueError: `op` is none of these.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0
@@ -311,15 +313,16 @@ def divisor_of(op: object, size: int, param_group: ShardedParamGroup) -> float:
 
 
 class EncodedAllGather(AllGather):
-    """An all-gather of one parameter group's weights in fewer bits; torch calls it on the stream that it shall run on.
+    """Base of the all-gathers of one parameter group's weights with a codec between nodes.
 
-    On a mesh of another size, that of `reshard_after_forward=2`, weights that have been gathered once travel exactly.
+    On CUDA it runs on the current stream; on a CPU in the lanes of the communicator of `nodes`. On a mesh of another
+    size (`reshard_after_forward=2`) weights that were gathered once are sent exactly.
 
     Args:
-        runs: Of a row of all the parameter group's parameters.
-        nodes: Where the ranks are.
-        choice: "bf16", "int8" or "waterfill4", to nearest.
-        exact: For other meshes.
+        runs: Compressed and dense runs of a row with all parameters of the group.
+        nodes: Placement of the ranks, and the members of the two steps.
+        choice: "bf16", "int8" or "waterfill4"; rounds to nearest.
+        exact: The all-gather for other meshes.
         count: Counts one exchange between nodes.
     """
 
@@ -336,7 +339,7 @@ class EncodedAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> object:
-        """Fills `output_tensor` with every rank's row as it was decoded.
+        """Fill `output_tensor` with the decoded rows of all ranks.
 
         Args:
             output_tensor: (ranks * numel of a row), floating.
@@ -369,7 +372,7 @@ class EncodedAllGather(AllGather):
         """Read everything that may change before the collective runs, and return the collective."""
 
     def _between(self, row: Tensor) -> Members:
-        """This rank's counterparts, to whom its row goes.
+        """Return the members of the step between nodes, after a check of the row's length.
 
         Raises:
             RuntimeError: The row is of another length than expected.
@@ -385,7 +388,7 @@ class EncodedAllGather(AllGather):
     def _exchange(
         self, between: Members, runs: RowRuns, row: Tensor, sent: Tensor | None = None
     ) -> Generator[Hop, None, Tensor]:
-        """(nodes, payload_nbytes) uint8: the payloads of all counterparts and of this rank; see `encode_row`."""
+        """Encode a row, exchange it, and return (nodes, payload_nbytes) uint8: the payloads of all counterparts."""
         nbytes = payload_nbytes(self._codec, runs, row.dtype)
         payload = torch.empty(nbytes, dtype=torch.uint8, device=row.device)
         encode_row(self._codec, runs, row, payload, sent=sent)
@@ -414,7 +417,7 @@ class EncodedAllGather(AllGather):
 
 
 class WeightAllGather(EncodedAllGather):
-    """The all-gather of one parameter group's weights as they are."""
+    """The all-gather of one parameter group's weights, each time encoded as a whole."""
 
     def _steps(self, output_tensor: Tensor, input_tensor: Tensor) -> Steps:
         across = yield from self._exchange(self._between(input_tensor), self._runs, input_tensor)
@@ -424,20 +427,18 @@ class WeightAllGather(EncodedAllGather):
 
 
 class DifferenceAllGather(EncodedAllGather):
-    """The all-gather of one parameter group's weights as differences from what was sent last; see `carried.py`.
+    """The all-gather of one parameter group's weights as differences from those sent last; see `carried.py`.
 
-    In the backward pass nothing is sent between nodes: weights are those of the forward pass. The first one is exact.
+    The first one is exact. In the backward pass nothing is sent between nodes: the weights are those of the forward
+    pass.
 
     Args:
-        param_group: Whose.
-        runs: As for `EncodedAllGather`, like what follows.
-        nodes: Likewise.
-        exact: Likewise.
-        count: Likewise.
-        loaded: Has the ranks compare what they have loaded of what was sent.
+        param_group: The parameter group.
+        loaded: Compares the sent weights that the ranks loaded.
+        runs, nodes, exact, count: As in `EncodedAllGather`.
 
     Attributes:
-        sent: What the counterparts have.
+        sent: The weights that the counterparts have.
     """
 
     def __init__(
@@ -487,7 +488,7 @@ class DifferenceAllGather(EncodedAllGather):
 
 
 def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
-    """(len(order), numel): rows in another order, without an index that would have to go to the device first."""
+    """Return the rows in another order; stacks views, because an index tensor would have to be copied to the device."""
     if list(order) == list(range(len(rows))):
         return rows
     return torch.stack([rows[index] for index in order])
@@ -495,12 +496,12 @@ def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ShardLink:
-    """What the ranks of one group that share parameters have in common. Its communicator ends with it.
+    """Everything that the collectives of one group of ranks share. Its communicator is closed when it is collected.
 
     Attributes:
-        nodes: Where they are; None where nothing is in fewer bits.
-        communicator: On a CPU.
-        planned: Exact collectives by plans, on a CPU; None where the group itself has such plans.
+        nodes: Placement of the ranks; None if nothing is compressed.
+        communicator: Connects the ranks on a CPU; None on CUDA.
+        planned: Exact collectives by plans, on a CPU; None if the group is gradwire's backend, which plans itself.
         torchs: On CUDA, where torch's collectives and gradwire's are in flight on one device: they may take turns.
         loaded: By kind, what this rank has loaded of what is carried on; empty where nothing is in fewer bits.
     """

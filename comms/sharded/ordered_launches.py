@@ -1,4 +1,8 @@
-"""What FSDP2 issues on torch's own groups, in the order of launches that gradwire's communicators of a GPU have."""
+"""Orders FSDP2's collectives on torch's NCCL groups with those of gradwire's communicators on the same GPU.
+
+Two NCCL communicators whose kernels start in different orders on two ranks can deadlock, so each launch on a device is
+serialized by `transport/launch_order.py`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +15,10 @@ from gradwire.comms.transport.launch_order import Result, SerializesLaunches, To
 
 
 class TorchGroups:
-    """The groups of torch's that the collectives of a sharded model go over, on one GPU.
+    """torch's process groups of a sharded model on one GPU, with launches in a common order.
 
     Args:
-        device: A CUDA device, with its index.
+        device: CUDA device with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,11 +27,11 @@ class TorchGroups:
         devices.prepare(several=True)
 
     def issue(self, group: dist.ProcessGroup, collective: Callable[[], Result]) -> Result:
-        """Issues a collective on one of torch's groups from the current stream, in its turn.
+        """Issue a collective on one of torch's groups from the current stream, ordered with the device's launches.
 
         Args:
-            group: One of gradwire's own takes its turn by itself, so that it is issued as it is.
-            collective: Returns its work, or None where the current stream waits for it.
+            group: The process group. A group of gradwire's orders its own launches: its collectives are issued as is.
+            collective: Issues it; returns its work, or None if the current stream waits for it.
         """
         if group not in self._issuers:
             self._issuers[group] = self._join(group)
@@ -43,17 +47,17 @@ class TorchGroups:
         return issuer
 
     def close(self) -> None:
-        """Nothing is issued on them in turn any more."""
+        """Stop ordering launches on these groups."""
         for issuer in filter(None, self._issuers.values()):
             devices.leave(issuer)
 
 
 class OrderedCollective:
-    """One of FSDP2's own collectives, in its turn.
+    """A collective of FSDP2's own whose launches are ordered by `TorchGroups`.
 
     Args:
-        exact: Torch's own.
-        groups: What it goes over.
+        exact: The collective object that FSDP2 made.
+        groups: Orders its launches.
     """
 
     def __init__(self, exact: Callable[..., Any], groups: TorchGroups) -> None:
@@ -61,13 +65,13 @@ class OrderedCollective:
         self._groups = groups
 
     def allocate(self, *arguments: Any, **options: Any) -> Any:
-        """Memory for what goes in or comes out, by torch's own."""
+        """Allocate an input or output tensor, as FSDP2's object does."""
         return self._exact.allocate(*arguments, **options)  # type: ignore[attr-defined]
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> Any:
-        """Carries it out; returns what is to be waited for, if anything is."""
+        """Issue the collective; return its work, or None."""
         return self._groups.issue(
             group, lambda: self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         )

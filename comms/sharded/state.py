@@ -60,7 +60,7 @@ NODES = PREFIX + "nodes"
 """Key in a rank's entry: which ranks that share parameters are on one node. Residuals fit this placement only."""
 
 TRANSFERS = PREFIX + "transfers"
-"""Key in a rank's entry where a compressor between replicas has saved."""
+"""Key in a rank's entry with the state of the compressor between replicas."""
 
 SCALE_OF = PREFIX + "loss_scale/"
 """Prefix of the keys in a rank's entry with the loss scale of a residual; followed as `CARRIED_ON` is."""
@@ -71,19 +71,18 @@ OF_SHARDS = ", of the ranks that share parameters"
 
 @dataclass(frozen=True, slots=True)
 class ShardTraffic:
-    """What goes on between the ranks that share parameters.
+    """The collectives between ranks that share parameters, and their state.
 
     Attributes:
-        communicators: On a CPU, of this rank's groups of several ranks; they end with the model, or with `close`.
-        stats: Counts what is sent in fewer bits on CUDA; None if nothing is.
-        rounding: Saved and restored with the state; None where nothing is rounded.
-        described: In one line.
+        communicators: On a CPU, one for each of this rank's groups with several ranks; closed with the model.
+        stats: Counters of compressed collectives on CUDA; None if none is compressed.
+        rounding: Keys of random rounding, saved with the state; None if no collective is compressed.
+        described: Description for a report, one line.
         overlap: The reduce-scatters in flight, on a CPU.
-        nodes: Which ranks of each group are on one node, in one word; empty where nothing goes by it.
-        torchs: Has torch's collectives and gradwire's take turns, on CUDA.
-        carried: What collectives in fewer bits carry on from step to step, by kind and number of parameter group;
-            saved.
-        rows: What is loaded of that, of each group and kind.
+        nodes: Which ranks of each group are on one node, as text; empty if no state depends on it.
+        torchs: On CUDA, orders launches on torch's groups with gradwire's.
+        carried: State that compressed collectives carry from step to step, by kind and number of parameter group.
+        rows: What this rank loaded of `carried`, for each group and kind.
     """
 
     communicators: tuple[Communicator, ...] = ()
