@@ -76,7 +76,7 @@ def peermem_path(host: Host) -> str | None:
 
 
 def peermem_known(host: Host) -> bool:
-    """Whether "no such path" means "not loaded": some of /sys/module has to be visible."""
+    """Return whether a missing path means that the module is not loaded: some of /sys/module must be visible."""
     return host.files.state("sys/module") == "present"
 
 

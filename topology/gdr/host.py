@@ -180,7 +180,7 @@ class Host:
 
     @cached_property
     def settings(self) -> dict[str, EffectiveSetting] | None:
-        """Variables of the process over the configuration files; None when the environment is unknown."""
+        """NCCL's settings: the environment, then the configuration files; None if the environment is unknown."""
         if self.environment is None:
             return None
         files: dict[str, Mapping[str, str]] = {}

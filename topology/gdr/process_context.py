@@ -12,7 +12,7 @@ _HYPERVISORS = ("qemu", "kvm", "vmware", "xen", "microsoft corporation", "amazon
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """What decides which facts can be seen; None is unknown."""
+    """Privileges and container of a process, which decide what facts it can read. None: unknown."""
 
     container: str | None
     """`docker`, `kubernetes`, `podman`, ...; empty on the host."""

@@ -128,7 +128,7 @@ class Verbs:
         self._library.ibv_dereg_mr(self.made(name, *arguments))
 
     def active_mtu(self, device: int) -> int | None:
-        """Bytes of port 1's active MTU; None when device or port cannot be asked."""
+        """Return the active MTU of port 1 in bytes; None if the device or port cannot be queried."""
         attributes = (ctypes.c_int * _PORT_INTS)()
         try:
             with self.opened(device) as context:

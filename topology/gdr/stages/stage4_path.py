@@ -185,7 +185,7 @@ def address_translation(host: Host) -> Finding:
 
 
 def _ats_fix(host: Host, names: list[str]) -> str:
-    """The fix by the maker of the cards: NVIDIA's tool knows NVIDIA's cards alone."""
+    """Return the fix for the maker of the NICs: NVIDIA's tool works with NVIDIA's NICs only."""
     makers = {nic.function.vendor for nic in host.nics if nic.name in names}
     if makers <= {MELLANOX}:
         return "mlxconfig -d NIC set ATS_ENABLED=1 on the host, reboot"
