@@ -203,8 +203,8 @@ def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]
             with ExitStack() as patches:
                 patches.enter_context(patch.object(stragglers, "Shared", Counted))
                 if name == OFTEN:
-                    patches.enter_context(patch.object(stragglers, "PULSE_STEPS", 1))
-                    patches.enter_context(patch.object(stragglers, "PULSE_SECONDS", 0.0))
+                    patches.enter_context(patch.object(stragglers, "SUMMARY_STEPS", 1))
+                    patches.enter_context(patch.object(stragglers, "SUMMARY_SECONDS", 0.0))
                 dist.barrier()
                 exchanges, own, began = 0, 0.0, (time.process_time(), time.perf_counter())
                 for _ in range(steps):

@@ -30,7 +30,7 @@ log = logging.getLogger("gradwire")
 POLL_SECONDS = 0.25
 """Seconds between two looks of rank 0 for requests."""
 
-PULSE_SECONDS = 0.1
+HEARTBEAT_SECONDS = 0.1
 """Seconds between two signs of life of a process that waits, and between its looks for an answer."""
 
 SILENT_SECONDS = 2.0
@@ -349,7 +349,7 @@ def ask(
         if time.monotonic() > deadline:
             raise EvictedError(f"the running job did not admit this process within {timeout.total_seconds():g} s")
         own.add(f"join/{number}/pulse", 1)
-        time.sleep(PULSE_SECONDS)
+        time.sleep(HEARTBEAT_SECONDS)
     answer = _ANSWER.read(own.read(f"join/{number}/answer"))
     if isinstance(answer, _Refused):
         raise EvictedError(f"the running job refuses this process: {answer.refused}")

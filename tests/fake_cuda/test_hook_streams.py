@@ -103,7 +103,7 @@ def test_every_step_is_watched(plan: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_torch_issues_between_steps_is_behind_every_collective(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP broadcasts the model's buffers next, on a communicator that gradwire does not know of."""
     stragglers = first_module("gradwire.comms.observe.stragglers")
-    monkeypatch.setattr(stragglers, "PULSE_SECONDS", 0.0)
+    monkeypatch.setattr(stragglers, "SUMMARY_SECONDS", 0.0)
     shared, real = [], stragglers.Shared
 
     def share(*arguments: Any) -> Any:
