@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.machine import available_cores
-from gradwire.bench.doctor.checks.network import SLOW
+from gradwire.bench.doctor.checks.network import FOREIGN_SHARE, SLOW
 from gradwire.bench.doctor.checks.steps import step_split
 from gradwire.bench.doctor.checks.transfers import LOST_SHARE, counted_loss
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
@@ -189,7 +189,9 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
     share = payload_share(has_gpus=facts.has_gpus)
     nics = [f"{max(1, round(8 * each / share / 1e6))}mbit" for each in rates_after_fixes(facts, found)]
     nic = nics[0] if len(set(nics)) == 1 else ",".join(nics)
-    trip = 2 * max(pair.latency_seconds for pair in facts.pairs)
+    # Distance is the latency of an idle link: beside other traffic packets wait in queues.
+    busy = any(facts.foreign_share(node) >= FOREIGN_SHARE for node in range(len(facts.nodes)))
+    trip = 0.0 if busy else 2 * max(pair.latency_seconds for pair in facts.pairs)
     far = ""
     if trip >= FAR_ROUND_TRIP and not facts.has_gpus:
         lost = counted_loss(facts)
