@@ -1,8 +1,8 @@
-"""How gradwire writes a file that somebody may need later: whole, or not at all.
+"""Atomic replacement of files: a reader sees the old content or the new one, never a part.
 
-The bytes go into a new file beside the old one, are brought to the disk, and take the old one's name in one move; then
-the folder is brought to the disk, too. A full disk, a limit, a kill or a power cut at any moment leaves the old file or
-the new one. Only a process that is killed while it writes leaves something beside: `.NAME.PID.part`, to be deleted.
+The bytes are written to a temporary file in the same folder, synced, and renamed over the old file; then the folder is
+synced. A full disk, a limit, a kill or a power cut at any moment leaves the old file or the new one. A process that is
+killed while it writes leaves `.NAME.PID.part` behind, which can be deleted.
 
 Source: POSIX rename(); fsync(2) on folders; "All File Systems Are Not Created Equal" (OSDI 2014) on what a rename
 without fsync may lose.
@@ -17,18 +17,16 @@ from typing import BinaryIO
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object], *, lasting: bool = True) -> None:
-    """Writes a file in place of the one that there may be.
+    """Replace a file atomically, or create it.
 
     Args:
-        path: The file; its folder is there. A symbolic link is followed. A pipe or a device, which holds nothing that
-            could be lost, is written to as it is.
-        write: Writes the content into the open file that it is given.
-        lasting: Whether the content must survive a power cut; else the disk gets it when the system likes, which is
-            enough for what is written again and again.
+        path: The file, in an existing folder. A symbolic link is followed. A pipe or a device is written to directly.
+        write: Writes the content to the open file that it is given.
+        lasting: Sync to disk, so that the content survives a power cut; not needed for files that are rewritten often.
 
     Raises:
-        OSError: It cannot be written; the old file is as it was, and nothing is left beside it.
-        Exception: What `write` raises; likewise.
+        OSError: The file cannot be written. The old file is unchanged and no temporary file is left.
+        Exception: An error of `write`; likewise.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -53,7 +51,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object], *, lasting: bo
 
 
 def replace_text(path: Path, text: str, *, lasting: bool = True) -> None:
-    """As `replace_file`, with a text in UTF-8."""
+    """Replace a file with a text in UTF-8; see `replace_file`."""
     replace_file(path, lambda file: file.write(text.encode()), lasting=lasting)
 
 

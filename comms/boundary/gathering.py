@@ -1,7 +1,7 @@
-"""Gathers bytes of different lengths from the ranks of torch's groups.
+"""Gather bytes and records of different lengths from the ranks of a process group, without pickles.
 
-Torch's collectives of objects send pickles, with which a rank, or whoever passes for one, can run code on all others.
-What is gathered here are bytes, which `messages` or `torch.load(weights_only=True)` reads.
+torch's object collectives unpickle what other ranks send, so any process that passes for a rank could run code on all
+others. Here bytes are gathered, to be read with `messages` or `torch.load(weights_only=True)`.
 """
 
 from typing import TypeVar
@@ -15,22 +15,22 @@ from gradwire.comms.boundary.messages import MessageError, MessageType
 T = TypeVar("T")
 
 MOST_NBYTES = 1 << 40
-"""Bytes of one rank at most."""
+"""Maximum bytes of one rank."""
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup | None, receiver: int | None = None) -> list[bytes]:
-    """Gathers what each rank of a group gives; all of them call it.
+    """Gather bytes of each rank of a group; every rank calls it.
 
     Args:
-        own: This rank's, of any length.
+        own: Bytes of this rank, of any length.
         group: The ranks; None takes the default group.
-        receiver: The group's rank that gets them; None gives them to all.
+        receiver: Group rank that receives them; None sends them to all ranks.
 
     Returns:
-        Each rank's bytes, in the order of the group's ranks; nothing on ranks that do not receive.
+        The bytes of each rank, in the order of the group's ranks; empty on ranks that do not receive.
 
     Raises:
-        MessageError: A rank names a length that cannot be.
+        MessageError: A rank announced an impossible length.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -75,7 +75,7 @@ def gather_records(own: T, group: dist.ProcessGroup | None = None, *, most_nbyte
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a group takes tensors: on the CPU if it does there."""
+    """Return the device for a group's tensors: the CPU if it supports that."""
     if "cpu" in device_types_of(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

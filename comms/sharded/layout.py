@@ -1,7 +1,7 @@
-"""Which parameter's shard lies where in what FSDP2 reduces and gathers.
+"""Layout of FSDP2's flat tensors: where the shard of each parameter lies in a row.
 
 FSDP2 cuts each parameter along one dimension into as many chunks as there are ranks, pads the chunks to one size and
-puts those of a parameter group's parameters one after the other. Behind the reduce-scatter a rank holds one such row.
+concatenates those of a parameter group. After the reduce-scatter a rank has one such row.
 """
 
 import math
@@ -16,7 +16,7 @@ from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.rules import Rule, first_match
 
 PADDING = "#padding"
-"""Suffix of a parameter's name, for the zeros that fill its shard up; of one dimension, so that they travel dense."""
+"""Suffix of a parameter's name for the padding of its shard. Padding is 1-D, so it is sent uncompressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class NamedShard:
     """This rank's shard of one parameter.
 
     Attributes:
-        name: Of the parameter in the model.
-        shape: Of the whole parameter; with tensor parallelism of this rank's part.
-        shard_shape: Of this rank's shard, without padding.
+        name: Name of the parameter in the model.
+        shape: Shape of the whole parameter; with tensor parallelism, of this rank's part.
+        shard_shape: Shape of this rank's shard, without padding.
         padded_numel: Elements of a shard with its padding, the same on all ranks.
     """
 
@@ -43,8 +43,8 @@ class ShardNames:
     parameter of its own (PowerSGD factors the rows that lie here, and rules of size go by the shard).
 
     Args:
-        names: Of all parameters, by `id` of torch's sharded tensor.
-        param_groups: Of the model.
+        names: Names of all parameters, by `id` of torch's sharded tensor.
+        param_groups: Parameter groups of the model.
 
     Raises:
         ValueError: A parameter group has a parameter that is not in the model.
@@ -64,14 +64,13 @@ class ShardNames:
                 self.shards[id(one)] = NamedShard(name, one.shape, one.shard_shape, one.padded_numel)
 
     def of(self, parameters: Sequence[ShardedParameter]) -> list[NamedShard]:
-        """The shards of these parameters."""
+        """Return the shards of some parameters, in their order."""
         return [self.shards[id(one)] for one in parameters]
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """What an optimizer of this model steps on, as `nn.Module.named_parameters` gives it.
+        """Return names and sharded tensors of all parameters, as an optimizer gets them.
 
-        Each is torch's sharded tensor, whose shape is the whole one: by it all ranks judge alike, however much of a
-        parameter is theirs.
+        The shape of a sharded tensor is that of the whole parameter, so decisions by shape are the same on all ranks.
         """
         return [
             (self.shards[id(one)].name, one.sharded)
@@ -80,7 +79,7 @@ class ShardNames:
         ]
 
     def numels(self) -> dict[str, int]:
-        """Elements of each shard on this rank, and of its padding."""
+        """Return the number of elements of each shard on this rank, and of its padding, by name."""
         found: dict[str, int] = {}
         for shard in self.shards.values():
             numel = math.prod(shard.shard_shape)
@@ -88,7 +87,7 @@ class ShardNames:
         return {name: numel for name, numel in found.items() if numel}
 
     def layout(self, parameters: Sequence[ShardedParameter]) -> Layout:
-        """Which parameter lies where in this rank's row of these parameters' gradients."""
+        """Return the layout of this rank's row with the gradients of some parameters."""
         key = tuple(map(id, parameters))
         if key not in self._layouts:
             self._layouts[key] = layout_of(self.of(parameters))
@@ -96,7 +95,7 @@ class ShardNames:
 
 
 def layout_of(shards: Sequence[NamedShard]) -> Layout:
-    """The layout of shards one after another, each with its padding behind it."""
+    """Return the layout of concatenated shards, each followed by its padding."""
     slices: list[Slice] = []
     start = 0
     for shard in shards:
@@ -112,12 +111,12 @@ def layout_of(shards: Sequence[NamedShard]) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class RowRuns:
-    """Which elements of a row are compressed, and which travel as they are; the same on all ranks.
+    """Runs of a row's elements that are compressed, and runs that are sent unchanged; the same on all ranks.
 
     Attributes:
-        numel: Of the row.
-        compressed: Runs (start, stop), ascending, neighbours joined.
-        dense: The others.
+        numel: Elements of the row.
+        compressed: Compressed runs (start, stop), ascending, adjacent ones joined.
+        dense: The other runs, likewise.
     """
 
     numel: int
@@ -132,11 +131,11 @@ class RowRuns:
 
 
 def runs_of(shards: Sequence[NamedShard], rules: Sequence[Rule]) -> RowRuns:
-    """Divides a row into what is compressed and what is not.
+    """Divide a row into compressed and dense runs.
 
     Args:
-        shards: In their order in the row.
-        rules: The first that matches a parameter, by its whole shape, decides: compressor "none" leaves it dense.
+        shards: Shards of the row, in their order.
+        rules: The first rule that matches a parameter, by its whole shape, decides: compressor "none" keeps it dense.
     """
     runs: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     start = 0
