@@ -1,7 +1,7 @@
-"""What one machine can say without any other: NICs, cores, memory, variables, GPUDirect. torch is used if it is there.
+"""Examination of one machine without a launcher: NICs, cores, memory, variables, GPUDirect RDMA.
 
-So `uvx gradwire doctor` needs nothing but Python: without torch the work of a core and of torch's threads is not
-measured, and that is said.
+torch is used if it is installed. Without it, cores and torch's threads are not measured, and a note says so; thus
+`uvx gradwire doctor` needs nothing but Python.
 """
 
 from dataclasses import replace
@@ -19,10 +19,10 @@ NO_TORCH = (
 
 
 def examine_alone(wanted: Wanted) -> JobFacts:
-    """Looks at this machine only.
+    """Examine this machine only.
 
     Args:
-        wanted: What the command line asks for.
+        wanted: Options of the command line.
 
     Raises:
         RuntimeError: `--script` was given, and there is no torch to run the script with.

@@ -1,8 +1,8 @@
-"""A rank says that it has started before it imports torch, which takes minutes from a cold network file system.
+"""Report of a rank's start to the launcher's store before it imports torch, which may take minutes.
 
-The launcher's store is torch's TCPStore, and torch is what is not there yet: so its one request to set a key is written
-here by hand. Nothing depends on it but a sentence, which says of a rank that is late whether it has started; where the
-store is not there yet (rank 0 serves it and imports torch itself) it is tried again until torch has been imported.
+The store is torch's TCPStore, whose client is not there before torch is: so its request to set a key is written here by
+hand. It serves a message only, which says of a missing rank whether it has started. If the store does not answer yet
+(rank 0 may serve it, and imports torch itself) the request is repeated until torch has been imported.
 
 Source: torch/csrc/distributed/c10d/TCPStoreBackend.hpp and TCPStore.cpp: QueryType VALIDATE and SET, the magic number,
 and the "/" in front of every key.
@@ -42,11 +42,11 @@ def request(key: str, value: str) -> bytes:
 
 
 class StartNotice:
-    """Says in a thread that this rank has started.
+    """Thread that reports this rank's start to the store, before torch is imported.
 
     Args:
-        address: Of the store.
-        port: Its TCP port.
+        address: Host of the launcher's store.
+        port: TCP port of the store.
         rank: This rank.
     """
 
@@ -75,5 +75,5 @@ class StartNotice:
                 continue
 
     def end(self) -> None:
-        """Tries no more: torch is there, and says the rest."""
+        """Stop trying: torch has been imported, and its own store client takes over."""
         self._done.set()

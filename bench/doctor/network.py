@@ -1,7 +1,7 @@
-"""What two nodes reach with plain TCP: latency, one connection, several, both directions at once, whole packets.
+"""Measurement of the network between two nodes: latency, TCP rates in one and both directions, full-size packets.
 
-One process a node serves (`Listener`), the other one asks (`Asker`). Plain sockets, because a library's own algorithm
-would be measured with the link; several threads, because the interpreter gives way while a socket is read or written.
+One process of each node serves measurements (`Listener`), and another node's requests them (`Asker`). Plain sockets,
+because a library's algorithm would be measured along with the link; threads, because socket calls release the GIL.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ user guide, NCCL_NSOCKS_PERTHREAD and NCCL_SOCKET_NTHREADS."""
 
 CHUNK_NBYTES = 256 << 10
 LEAD_SHARE = 0.4
-"""Share of a flow's time in which TCP finds its rate; it does not count."""
+"""Share of a flow's time at its start that does not count, because TCP still increases its rate."""
 
 SMALL_BUFFER_NBYTES = 208 << 10
-"""Send buffer for links whose product of rate and latency is far below it: what is under way is gone soon after a
-flow's end. The kernel's own default limit: Linux net/core/sock.c, sysctl_wmem_max."""
+"""Send buffer for links whose product of rate and latency is far below it, so that a flow's queue drains soon after its
+end. It is the kernel's default limit. Source: Linux net/core/sock.c, sysctl_wmem_max."""
 
 PINGS = 60
 CONNECT_SECONDS = 3.0
@@ -78,12 +78,12 @@ LONGEST_FLOW_SECONDS = 3.0
 
 @dataclass(slots=True)
 class _Counted:
-    """Bytes as they arrived on all connections of a flow: (moment, bytes)."""
+    """Arrivals of a flow's bytes on one or all of its connections: (moment, bytes)."""
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
     def rate(self, seconds: float) -> float:
-        """Bytes per second, from `LEAD_SHARE` of the flow's time to its end; 0 where nothing came then."""
+        """Return bytes per second after the first `LEAD_SHARE` of the flow's time; 0 if nothing arrived then."""
         if not self.arrivals:
             return 0.0
         moments = sorted(self.arrivals)
@@ -94,13 +94,13 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True)
 class SentSegments:
-    """What the kernel says of connections that have sent.
+    """The kernel's statistics of a sending connection (TCP_INFO).
 
     Attributes:
         sent: Segments with data.
-        lost: Of these sent again, and not for nothing.
-        window_share: Of the time in which there was something to send, that in which the receiver's window was full.
-        buffer_share: That in which the sender's buffer held no more.
+        lost: Segments that were retransmitted because they were lost.
+        window_share: Share of the time with data to send in which the receiver's window was full.
+        buffer_share: Share of that time in which the send buffer was full.
     """
 
     sent: int = 0
@@ -154,10 +154,10 @@ _FLOWED: MessageType[_Flowed] = MessageType(_Flowed, most_nbytes=MOST_LINE_NBYTE
 
 
 def sent_segments(connection: socket.socket) -> SentSegments | None:
-    """What the kernel says of one connection; None where it is too old to say it (Linux 5.4).
+    """Return the kernel's statistics of a connection; None before Linux 5.4.
 
     Args:
-        connection: Of TCP.
+        connection: TCP socket that has sent.
     """
     info = TcpInfo.of(connection)
     if not info.is_whole:
@@ -170,10 +170,15 @@ def sent_segments(connection: socket.socket) -> SentSegments | None:
 def flow(
     sends: Sequence[socket.socket], receives: Sequence[socket.socket], seconds: float
 ) -> tuple[float, SentSegments | None]:
-    """Sends on some connections and receives on others for a while, and closes them all.
+    """Send on some connections and receive on others for some seconds, then close them all.
+
+    Args:
+        sends: Connections to send on.
+        receives: Connections to receive on.
+        seconds: Length of the flow.
 
     Returns:
-        Bytes received per second, 0 without `receives`; what the kernel says of the first connection that sent.
+        Bytes received per second, 0 without `receives`; and statistics of the first sending connection.
     """
     began = threading.Event()
     counted = [_Counted() for _ in receives]
@@ -225,7 +230,7 @@ def _receive(connection: socket.socket, seconds: float, counted: _Counted) -> No
 
 
 class Listener:
-    """Serves the measurements that other nodes ask for, in threads of its own, until it is closed."""
+    """Server for the measurements of other nodes, in threads of its own, until it is closed."""
 
     def __init__(self) -> None:
         self._tcp = listener(64)
@@ -350,7 +355,7 @@ class Listener:
                 self._udp.sendto(packet, sender)
 
     def close(self) -> None:
-        """Stops serving."""
+        """Close both sockets, which ends the threads."""
         self._closed = True
         for each in (self._tcp, self._udp):
             with contextlib.suppress(OSError):  # wakes the thread that waits on it; UDP has nobody to say it to

@@ -34,11 +34,11 @@ SPLIT, STANDS = ".split", ".stands"
 
 
 def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> ScriptRun:
-    """Runs a script until it has made its steps, or its time is up.
+    """Run a script in a child process until it has made its steps, or its time is up.
 
     Args:
         words: The script and its arguments.
-        variables: Of the environment, besides this process's own.
+        variables: Environment variables to add to this process's own.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder:
         record = Path(folder, "steps")
@@ -61,13 +61,13 @@ def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> Scr
 
 
 def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
-    """What a script's record of steps says.
+    """Return the measurements in a script's record of steps.
 
     Args:
         record: File with a line for each step, as `_RECORD` has it.
-        status: With which the script ended.
-        late: Its time was up.
-        said: The last lines of its output.
+        status: Exit status of the script, negative for a signal.
+        late: Whether the doctor ended it because its time was up.
+        said: Last lines of its output.
     """
     lines = record.read_text().splitlines() if record.exists() else []
     rows = [line.split() for line in lines]

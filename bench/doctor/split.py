@@ -19,7 +19,9 @@ from gradwire.comms.watch.flight import FlightReader
 from gradwire.comms.watch.rank import RankLog
 
 POLL_SECONDS = 5e-3
+"""Sampling interval, far below the parts of a step that the doctor reports."""
 KEPT_COLLECTIVES = 2000
+"""Entries of torch's flight recorder, unless the user has set its size."""
 
 
 class StepSplit:

@@ -1,4 +1,4 @@
-"""What the command line asks of the doctor, and what its examinations leave behind; needs no torch."""
+"""Options of an examination, and how `--script` runs are merged into its facts. Needs no torch."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -8,30 +8,30 @@ from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, JobFacts, Scrip
 from gradwire.topology.wording import listed
 
 left_behind: list[threading.Thread] = []
-"""Threads that still try to connect: the process must end without them."""
+"""Threads still in gloo's connect at the end of the examination; the process must exit without joining them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the command line asks for."""
+    """Options of an examination, from the command line."""
 
     gradient_nbytes: int | None = None
     step_seconds: float | None = None
     link_bytes_per_second: float | None = None
     script: tuple[str, ...] = ()
     seconds: float = 45.0
-    """Seconds for everything; the user's script comes on top."""
+    """Approximate length of the examination, without the run of the user's script."""
     say: Callable[[str], None] = field(default=lambda text: None)
-    """Called with what is being done."""
+    """Callback with a line of progress."""
 
 
 def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> JobFacts:
-    """Takes the user's own figures: those of the command line, then those of their script, then the usual ones.
+    """Return the facts with the gradients' size and step time of the command line, else of the script, else defaults.
 
     Args:
-        facts: Of the job.
-        wanted: What the command line says.
-        runs: Of the script, by rank; empty where none was run.
+        facts: Measurements of the job.
+        wanted: Options of the command line.
+        runs: Runs of the script, by rank; empty if none was run.
     """
     nbytes = max((run.gradient_nbytes for run in runs), default=0)
     steps = [run.step_seconds for run in runs if run.step_seconds is not None]
@@ -49,7 +49,7 @@ def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> J
 
 
 def _in_words(run: ScriptRun, runs: Sequence[ScriptRun]) -> str:
-    """What is wrong with a script's run, on which rank, and where the ranks stood if it did not end."""
+    """Return a note on a failed run of the script: the rank, the error, and each rank's line if it hung."""
     whose = f" on rank {runs.index(run)}" if run.status and len(runs) > 1 else ""
     places: dict[str, list[int]] = {}
     for rank, each in enumerate(runs):
