@@ -509,6 +509,11 @@ class Communicator:
             self._groups.close(0.0)
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether nothing writes to tensors of earlier all-reduces any more, after `close`."""
+        return self.executor.has_ended and self._groups.drained
+
+    @property
     def placement(self) -> str:
         """The plan that a compressor works in and the ranks of each node: they decide which rank keeps which residuals.
 

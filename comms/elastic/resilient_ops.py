@@ -392,7 +392,8 @@ class ResilientOps:
             self.membership.failures.report(PeerFailure(reason, FAILED))
             self.communicator.abandon(reason)
             self.communicator.close(LANES_SECONDS)
-            if not self.communicator.executor.has_ended:  # it may write to gradients that are to be sent again
+            # Invariant: gradients are restored and sent again only after nothing writes to their memory any more.
+            if not self.communicator.has_stopped:
                 raise EvictedError(
                     f"communication in flight did not stop within {LANES_SECONDS:g} s after: {reason}"
                 ) from error

@@ -232,6 +232,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             in_switch = self._nccl.sums_in_switch(everybody)
             self._users = nccl.borrow(self._nccl.backend, rank, self._nccl.size, sums_in_switch=in_switch)
         self._closed = False
+        self.drained = True
+        """Whether gloo's threads have finished with all tensors; False after a `close` whose wait was too short."""
 
     def __missing__(self, key: tuple[Lane, tuple[int, ...]]) -> Transport:
         if self._closed:
@@ -315,9 +317,11 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         """
         self._closed = True
         # After a failure gloo's destructors would wait for collectives in flight.
+        deadline = time.monotonic() + seconds
         if self._given_up.own is not None:
             self.disconnect()
-        deadline = time.monotonic() + seconds
+            gloo = [group for group in list(self.values()) if isinstance(group, GlooTransport)]
+            self.drained = all(group.drain(max(0.0, deadline - time.monotonic())) for group in gloo)
         for (lane, members), group in list(self.items()):
             if self._device.type != "cuda":
                 if isinstance(group, OfOneNode):

@@ -46,7 +46,7 @@ from gradwire.comms.environment import gloo_interfaces
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.gloo_sockets import Connection, GlooSockets
 from gradwire.comms.transport.sum_order import RANK_ORDER, SlicesToSum, SumOrder, ring_numel, sums_as_rings
-from gradwire.comms.transport.works import SLICE, Alarm, Then, Waiting, Works
+from gradwire.comms.transport.works import SLICE, Alarm, Then, Waiting, Works, drain
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 if TYPE_CHECKING:
@@ -102,10 +102,14 @@ class TorchTransport:
         self._group = group
         self._alarm = alarm
         self._timeout = timeout
+        self._in_flight: dict[int, BackendWork] = {}
+        """Works of the group that have not been waited for to their end. Each entry is added and removed by the lane's
+        thread, and read by others only after that thread has ended."""
 
     def _waiting(self, work: BackendWork) -> Work:
         """Return a work of the group with a deadline, whose wait ends if another rank aborts."""
-        return Waiting(work, self._alarm or (lambda: None), self._timeout)
+        self._in_flight[id(work)] = work
+        return Waiting(work, self._alarm or (lambda: None), self._timeout, self._in_flight)
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`. Gloo runs a ring: each element is summed on one rank and copied to the others."""
@@ -240,6 +244,10 @@ class GlooTransport(TorchTransport):
     def disconnect(self) -> None:
         """Shut down the connections; see `GlooSockets.shut_down`."""
         self._sockets.shut_down()
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until gloo no longer uses any tensor of this transport, after `disconnect`; see `works.drain`."""
+        return drain(self._in_flight, seconds)
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`. On long paths the same bytes take fewer round trips than gloo's ring.

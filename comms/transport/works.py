@@ -4,6 +4,7 @@
 what has to be done with the bytes that arrived, and `Done` stands for an operation that has returned its result.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.errors import OverdueError, PeerError
 from gradwire.compressors.base import Work
+
+log = logging.getLogger("gradwire")
 
 Alarm = Callable[[], str | None]
 """Returns the reason why another rank has aborted; None while none has."""
@@ -33,6 +36,11 @@ first unless gloo's threads are all busy."""
 CLOSE_SECONDS = 5.0
 """Longest time that closing a transport waits for collectives in flight and for the other ranks to finish. Far longer
 than a bucket takes, and than the time between ranks that leave a step together."""
+
+
+LEAST_DRAIN_SECONDS = 0.05
+"""Time that each work in flight is given at least, after the time of all has passed: long enough for a failed one to
+raise."""
 
 
 class Done:
@@ -62,11 +70,14 @@ class Waiting:
         work: Work of torch.
         alarm: Called about once a second during the wait. None: the wait goes on until gloo's own time-out.
         timeout: Time-out of the group, for every collective.
+        in_flight: The transport's works by id, from which this one is removed when gloo has finished with its tensors.
+            An abandoned wait leaves it there: gloo's threads may still read bytes that had arrived, or add them up.
     """
 
     work: BackendWork
     alarm: Alarm | None
     timeout: timedelta
+    in_flight: dict[int, BackendWork] | None = None
 
     def wait(self) -> None:
         """See `Work.wait`.
@@ -83,6 +94,8 @@ class Waiting:
                 f"a collective of gloo was not done within `timeout` ({self.timeout.total_seconds():g} s): a rank is "
                 "late, or has issued another collective"
             )
+        if self.in_flight is not None:
+            self.in_flight.pop(id(self.work), None)
 
 
 def wait_in_slices(work: BackendWork, limit: timedelta, alarm: Alarm) -> bool:
@@ -117,6 +130,32 @@ def wait_in_slices(work: BackendWork, limit: timedelta, alarm: Alarm) -> bool:
                 raise PeerError(reason) from None
             if time.monotonic() >= deadline:
                 return False
+
+
+def drain(works: dict[int, BackendWork], seconds: float) -> bool:
+    """Wait until gloo's threads have finished with the tensors of works whose wait was abandoned, or never began.
+
+    Shutting down a connection does not end a work at once: bytes that had arrived before are still read into the
+    work's tensors, and a sum that has begun is completed. The tensors are gradients, which elastic training sends again
+    from the same memory, so nothing may write to them then.
+
+    Args:
+        works: Works by id; those that have ended are removed.
+        seconds: Longest wait in all.
+
+    Returns:
+        True if all have ended, with or without an error.
+    """
+    deadline = time.monotonic() + seconds
+    for key, work in list(works.items()):
+        try:
+            left = max(deadline - time.monotonic(), LEAST_DRAIN_SECONDS)
+            if not wait_in_slices(work, timedelta(seconds=left), lambda: None):
+                return False
+        except RuntimeError as error:
+            log.debug("a collective in flight has ended: %s", error)
+        works.pop(key, None)
+    return True
 
 
 class Then:

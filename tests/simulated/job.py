@@ -63,7 +63,8 @@ class SimCommunicator:
         self.view = view
         self.rank, self.size = view.rank, view.size
         self.device = torch.device("cpu")
-        self.executor = SimpleNamespace(has_ended=True, deadline=None, release=lambda: None, failure=None)
+        self.has_stopped = True
+        self.executor = SimpleNamespace(deadline=None, release=lambda: None, failure=None)
         self._reporter = reporter
         self._process = job.simulation.process
         self._numbers = 0

@@ -96,3 +96,40 @@ def test_a_work_that_has_failed_says_so() -> None:
     with pytest.raises(RuntimeError, match=REFUSAL):
         work.wait()
     assert work.is_completed()
+
+
+class EndsLater(Unfinished):
+    """A work that fails, as gloo's do after a disconnect, once its threads have come to it."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after = after
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if len(self.waits) >= self._after:
+            self._error = "Connection closed by peer"
+        return super().wait(timeout)
+
+
+def test_an_abandoned_work_is_drained_until_it_has_ended() -> None:
+    in_flight: dict[int, BackendWork] = {}
+    ends, stays = EndsLater(4), Unfinished()
+    for work in (ends, stays):
+        in_flight[id(work)] = work
+        with pytest.raises(PeerError, match="rank 1 has left"):
+            Waiting(work, lambda: "rank 1 has left", timedelta(seconds=1), in_flight).wait()
+    assert len(in_flight) == 2
+    assert not works.drain(in_flight, 0.2)
+    assert list(in_flight.values()) == [stays]
+    assert len(ends.waits) > 4
+
+
+def test_a_work_that_was_waited_for_is_not_in_flight() -> None:
+    class Ended(Unfinished):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            return True
+
+    work = Ended()
+    in_flight: dict[int, BackendWork] = {id(work): work}
+    Waiting(work, lambda: None, timedelta(seconds=1), in_flight).wait()
+    assert not in_flight and works.drain(in_flight, 0.0)
