@@ -298,7 +298,7 @@ class Planned:
 
 
 class _OfAnother(Planned):
-    """The answers for a compressor that gives none."""
+    """Default answers for a compressor that does not subclass `Planned`."""
 
     def __init__(self, compressor: "Compressor") -> None:
         self._compressor = compressor
@@ -311,7 +311,7 @@ class _OfAnother(Planned):
 
 
 def planned(compressor: "Compressor") -> Planned:
-    """What plans go by for a compressor, whoever wrote it."""
+    """Return the `Planned` interface of a compressor, with default answers if it has none."""
     return compressor if isinstance(compressor, Planned) else _OfAnother(compressor)
 
 

@@ -113,7 +113,7 @@ class ElementStore:
         return flat
 
     def pour(self, flat: Tensor, layout: Layout) -> None:
-        """Adds what is held of a layout's elements to `flat`, and stages zeros for it."""
+        """Add the stored values of a layout's elements to `flat`, and stage zeros in their place."""
         if self.holds(layout):
             held, staged = self.update(layout, flat.device)
             flat.add_(held)
@@ -308,7 +308,7 @@ def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
 
 
 def _overlap(old: Layout, wanted: dict[str, list[Slice]]) -> bool:
-    """Whether an element is in both: other runs of the same parameter may be staged at this moment, and stay."""
+    """Return whether two pieces have an element in common. Other runs of the parameter may be staged; they stay."""
     return any(
         _meets(item.parameter_start, item.parameter_start + item.numel, wanted.get(item.name, ()))
         for item in old.slices

@@ -218,7 +218,7 @@ class NodeCollectives:
 
 
 def _unwrap(done: "torch.futures.Future[list[Tensor] | BaseException]") -> list[Tensor]:
-    """Raises inside `.then`, where torch keeps the message."""
+    """Raise the error of a future inside `.then`, so that torch keeps its message."""
     value = done.value()
     if isinstance(value, BaseException):
         raise value

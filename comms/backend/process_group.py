@@ -97,7 +97,7 @@ def _is_local(*tensors: Tensor) -> bool:
 
 
 class GradwireGroup(DelegatingGroup):
-    """A process group whose sums run by the cheapest plan; see the module.
+    """The process group of backend "gradwire": all-reduces run by the cheapest plan; see the module.
 
     Args:
         options: Store, rank, size, time-out and name of the group.

@@ -1,1 +1,1 @@
-"""Where bytes of other processes come in and where state leaves for a file: both are data, checked, never code."""
+"""Checked input and output: messages of other processes are parsed as data, and files are replaced atomically."""

@@ -23,7 +23,7 @@ def new_nonce() -> bytes:
 
 
 def proof_of(secret: bytes, what: str, *said: bytes) -> bytes:
-    """The proof that whoever says something knows a secret.
+    """Return a proof that the sender of a message knows a secret.
 
     Args:
         secret: Which.
@@ -35,5 +35,5 @@ def proof_of(secret: bytes, what: str, *said: bytes) -> bytes:
 
 
 def is_proved(proof: bytes, secret: bytes, what: str, *said: bytes) -> bool:
-    """Whether a proof is the one that `proof_of` returns, compared in a time that tells nothing."""
+    """Return whether a proof equals that of `proof_of`, compared in constant time."""
     return hmac.compare_digest(proof, proof_of(secret, what, *said))

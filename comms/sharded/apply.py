@@ -236,7 +236,7 @@ class ShardLinks:
 
     @property
     def nodes(self) -> str:
-        """Which ranks of each group are on one node: `0,1 2,3`."""
+        """The placement as text: for each group, the ranks of each node: `0,1 2,3`."""
         found = [link.nodes.members for link in self.made.values() if link.nodes is not None]
         return "; ".join(" ".join(",".join(map(str, node)) for node in members) for members in found)
 

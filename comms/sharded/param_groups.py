@@ -142,7 +142,7 @@ class ShardedParameter:
 
     @property
     def trained(self) -> bool:
-        """Whether it takes a gradient."""
+        """True if the parameter requires a gradient."""
         return bool(self.param.sharded_param.requires_grad)
 
     @property
@@ -262,7 +262,7 @@ class ShardedParamGroup:
         self._group._reduce_scatter_comm = comm
 
     def remember_collectives(self) -> Callable[[], None]:
-        """Returns what puts back the collectives that it has now."""
+        """Return a function that restores the current collectives."""
         all_gather, reduce_scatter = self.all_gather, self.reduce_scatter
 
         def undo() -> None:
@@ -367,7 +367,7 @@ def root_sharded_modules() -> list[nn.Module]:
 
 
 def _all_sharded_modules() -> list[Any]:
-    """Those of this process that `fully_shard` was called on. Any thread."""
+    """Return all modules of this process that `fully_shard` was called on. Any thread."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -453,7 +453,7 @@ def is_replicated(model: nn.Module) -> bool:
 
 
 def _call_behind(state: Any, name: str, by_hand: bool, callback: Callable[[], None]) -> None:
-    """Has `callback()` run behind a method, where backward is finalized by hand, or where it is not."""
+    """Run `callback()` after each call of `name`, only in the mode `by_hand` (backward finalized by the user)."""
     method = getattr(state, name)
 
     def call(*arguments: object) -> None:

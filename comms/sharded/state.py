@@ -188,7 +188,7 @@ class FsdpState(GradientState[AveragingSession]):
         return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
 
     def close(self) -> None:
-        """Ends the threads and releases shared memory; happens by itself when the model is collected or at exit.
+        """Stop the threads and release shared memory. Also runs when the model is collected, and at exit.
 
         Torch's own collectives are put back. A model of `replicate()` can be trained on with them; a sharded one can
         still be evaluated, and with `replicas` it can be trained no more.
