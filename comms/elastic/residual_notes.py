@@ -1,4 +1,4 @@
-"""How much a compressor holds back on each rank: word that others have of it where the rank is lost."""
+"""Publishes the norm of each rank's residuals, so that the others can report how much is lost if the rank fails."""
 
 import json
 
@@ -9,21 +9,20 @@ from gradwire.comms.elastic.membership import Membership
 from gradwire.comms.step.listeners import EndedStep, StepListener
 
 NOTE_EVERY = 20
-"""Steps after which each rank leaves word. It reads its residuals once, some thousandths of what twenty steps do with
-them."""
-
+"""Number of steps between two publications. Each reads the residuals once, which costs a few thousandths of the work
+that twenty steps do on them."""
 
 _NOTE: MessageType[tuple[int, float]] = MessageType(tuple[Count, float], finite=False)
-"""A step, and the norm of the residuals then, which may have overflowed."""
+"""Number of a step, and the 2-norm of the residuals after it, which may be infinite after an overflow."""
 
 
 class ResidualNotes(StepListener):
-    """Leaves word of the norm of one rank's residuals.
+    """Publishes the norm of this rank's residuals every `NOTE_EVERY` steps.
 
     Args:
-        membership: Its pulse carries the word to the others.
-        communicator: Of the gradients.
-        compression: Of the same.
+        membership: Membership whose ring thread writes the note to the store.
+        communicator: Communicator of the gradients.
+        compression: Compressor of the gradients.
     """
 
     def __init__(self, membership: Membership, communicator: Communicator, compression: Compression) -> None:
@@ -32,12 +31,16 @@ class ResidualNotes(StepListener):
         self._compression = compression
 
     def step_ended(self, step: EndedStep) -> None:
-        """Leaves word now and then."""
+        """Publishes the norm, if the number of the step is a multiple of `NOTE_EVERY`."""
         if step.number % NOTE_EVERY == 0:
             with self._communicator.exclusive():
                 self._membership.note = json.dumps([step.number, self._compression.residual_norm()])
 
 
 def norm_in_words(note: str | None) -> str:
-    """What a rank has left word of, for a message; None where it has left none."""
+    """Returns a clause for a log message.
+
+    Args:
+        note: The note of a failed rank; None if it published none.
+    """
     return "its norm is unknown" if note is None else "its norm was {1:.3g} after step {0}".format(*_NOTE.read(note))
