@@ -19,7 +19,7 @@ STUDIES = ROOT / "bench" / "studies"
 MOST_LINES = {
     "topology": 9_250,
     "compressors": 4_100,
-    "comms": 24_200,
+    "comms": 24_800,
     "bench": 12_250,
     "gradwire": 1_800,
     "bench/studies": 6_250,
