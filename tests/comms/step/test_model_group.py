@@ -67,6 +67,25 @@ def test_it_averages_over_the_models_group_or_refuses(processes: Processes) -> N
             assert f"averages over rank {rank}: make the state from the wrapped model" in str(found[made_from])
 
 
+def waited_in_vain(rank: int) -> str:
+    """Returns what rank 0 is told whose model rank 1 does not train."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    said = ""
+    if rank == 0:
+        try:
+            gradwire.HookState(nn.Linear(2, 1), timeout=timedelta(seconds=2))
+        except RuntimeError as error:
+            said = str(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_time_out_at_the_start_names_a_model_that_not_all_ranks_train(processes: Processes) -> None:
+    said, _ = processes(2, waited_in_vain, environment={"GRADWIRE_HOSTNAME": "a"})
+    assert "made without a process group, so it waited for all ranks of the default group" in said
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
