@@ -239,6 +239,7 @@ class RunningAllReduce:
         ends: On CUDA, events at the ends of its chunks.
         extremes: On CUDA, 0-dim buffers for the least and the largest average; empty unless averages are checked.
         after: Factor on the sum.
+        phases: Index of the phase that each chunk is in, by the first element of the chunk. Each chunk writes its own.
     """
 
     all_reduce: AllReduce
@@ -252,6 +253,7 @@ class RunningAllReduce:
     ends: list[torch.cuda.Event] = field(default_factory=list)
     extremes: tuple[Tensor, ...] = ()
     after: float = 1.0
+    phases: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,11 +46,13 @@ class _ChunkJob(LaneJob):
         run: All-reduce that the chunk belongs to; None for a migration, which completes no future.
         name: Name of an operation without a plan, for errors; empty for a chunk.
         stays: Whether the thread of the first lane takes it through all lanes.
+        start: First element of the chunk.
     """
 
     run: RunningAllReduce | None = None
     name: str = ""
     stays: bool = False
+    start: int = 0
 
 
 class LaneExecutor(Executor):
@@ -108,10 +110,11 @@ class LaneExecutor(Executor):
             after=after,
         )
         self.launches += 1
-        coroutines = [self.run_chunk(run, chunk) for chunk in rank_plan.chunks]
-        stays = all_reduce.alone and len(coroutines) == 1
-        for steps in coroutines:
-            self._submit(_ChunkJob(steps, ((0, 0),) if stays else rank_plan.lanes, run=run, stays=stays))
+        stays = all_reduce.alone and len(rank_plan.chunks) == 1
+        visits = ((0, 0),) if stays else rank_plan.lanes
+        for chunk in rank_plan.chunks:
+            steps = self.run_chunk(run, chunk)
+            self._submit(_ChunkJob(steps, visits, run=run, stays=stays, start=chunk.start))
 
     def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
         run.began = self.stats.clock.now()
@@ -232,7 +235,7 @@ class LaneExecutor(Executor):
                 lane = job.lane = hop.lane
                 job.works = hop.works
         except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
-            self._fail(job, lane, error)
+            self._fail(job, error)
 
     def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Hop | None:
         """Does what `_step` does, and records the wait and the step as two spans of a trace."""
@@ -262,17 +265,12 @@ class LaneExecutor(Executor):
         phases = job.run.rank_plan.plan.phases
         if not phases:
             return "nothing"
-        # After an asynchronous phase a job waits for it in the lane of the next one.
-        index = job.lane[0] - (1 if job.works and job.lane[1] == 0 else 0)
-        phase = phases[min(max(index, 0), len(phases) - 1)]
+        phase = phases[job.run.phases.get(job.start, 0)]
         return f"{phase.op} {phase.place(self._level_names)}"
 
-    def _fail(self, job: _ChunkJob, lane: Lane, error: BaseException) -> None:
+    def _fail(self, job: _ChunkJob, error: BaseException) -> None:
         """Ends a job that has failed; the first failure aborts everything after it."""
-        phases = job.run.rank_plan.plan.phases if job.run is not None else ()
-        phase = phases[min(lane[0], len(phases) - 1)] if phases else None
-        where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
-        self._give_up(job, self.failures.fail(where, self._programs.node, error))
+        self._give_up(job, self.failures.fail(self._place_of(job), self._programs.node, error))
 
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
         """Completes a job's all-reduce with an error; later ends of its other chunks have no effect."""

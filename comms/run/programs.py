@@ -85,6 +85,7 @@ class Programs:
         lane: Lane = (0, 0)
         began = self._stats.clock.now() if chunk.parts and self._stats.timing else None
         for index, part in enumerate(chunk.parts):
+            run.phases[chunk.start] = index
             # The factor is applied here, unless the first transfer covers the chunk and applies it in its own pass.
             if scale != 1.0 and not part.whole_chunk:
                 flat[chunk.start : chunk.stop].mul_(scale)

@@ -210,6 +210,32 @@ def test_a_chunk_that_fails_ends_its_launch_while_others_are_under_way(rig: Rig)
     assert rig.reporter.asked == 1
 
 
+@pytest.mark.parametrize("when", ["issued", "awaited"])
+@pytest.mark.parametrize("first_is_asynchronous", [True, False])
+def test_an_error_names_the_phase_that_failed(rig: Rig, when: str, first_is_asynchronous: bool) -> None:
+    """Whichever lane the job is in: it issues a phase in the lane of the one before, and waits in that of the next."""
+    error = RuntimeError("the wire is cut")
+    gate = Gate(error)
+    gate.opened.set()
+    rig.groups = Transports()
+    inside = Phase(ALL_REDUCE, 0, asynchronous=first_is_asynchronous)
+    between = Phase(ALL_REDUCE, 1, asynchronous=True)
+    step = ((Transfer(ALL_REDUCE, 0, (0,), 0, 4, ()),),)
+    parts = tuple(PhasePart(phase, step, (), (), True, 1, 4, 0.0) for phase in (inside, between, inside))
+    plan = Plan("flat", (inside, between, inside), 1, 16, 0.0, {}, "")
+    planned = RankPlan(plan, (Chunk(0, 4, parts),), ((0, 0), (1, 0), (2, 0), (3, 0)), turn=3, direct=False)
+    lane = (1, 0) if first_is_asynchronous else (0, 0)
+    rig.groups[lane, (0,)].script += [error if when == "issued" else gate]
+    if not first_is_asynchronous:
+        rig.groups[lane, (0,)].script.insert(0, Done())  # type: ignore[arg-type]
+    executor = LaneExecutor("test", rig.groups, 0, CLUSTER, None, rig.reporter)  # type: ignore[arg-type]
+    bucket = Bucket.of(torch.ones(4))
+    executor.start(AllReduce((bucket.flat,), None, (bucket,)), planned, 1.0, False)
+    with pytest.raises(RuntimeError, match="all_reduce inter_node failed: the wire is cut"):
+        bucket.result().wait()
+    executor.close()
+
+
 def test_a_bucket_in_pieces_waits_for_all_of_them_and_takes_the_error_of_one(rig: Rig) -> None:
     gate = Gate()
     rig.script(gate, RuntimeError("the wire is cut"))
