@@ -101,10 +101,11 @@ class Compression:
         return own | {PREFIX + "loss_scale": float(self.loss_scale.value), PREFIX + "dirty": int(self.dirty)}
 
     def take_progress(self, progress: Mapping[str, StateValue]) -> None:
-        """Takes over the counters and loss scale of other ranks, without residuals.
+        """Sets the compressor's state and the loss scale.
 
         Args:
-            progress: What `progress` returned on another rank.
+            progress: Result of `progress` on another rank, which has counters and no residuals, or a whole state of
+                this rank.
         """
         own = {key: value for key, value in progress.items() if not key.startswith(PREFIX)}
         self.compressor.load_state_dict(own)

@@ -19,7 +19,10 @@ from enum import Enum, auto
 from gradwire.compressors.base import Work
 
 Lane = tuple[int, int]
-"""Index of a phase, and of a step inside it if the phase takes several."""
+"""A pipeline stage: an index of a phase, and of a step inside it if the phase takes several.
+
+A job goes to the next stage only after an asynchronous phase. It issues that phase in the stage it is in, and waits for
+it in the next one; a synchronous phase needs no stage of its own. So stage (1, 0) is not always that of phase 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,7 +266,7 @@ class GradientSession(AveragingSession):
     """The session of a DDP model's gradients: joins buckets, measures links and learns cuts.
 
     Args:
-        peers: Ranks to connect.
+        ranks: Ranks to connect.
         device: Device of the gradients.
         config: The user's configuration.
         names: Names of the parameters.

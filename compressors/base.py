@@ -100,6 +100,7 @@ class Slice:
 
 _known_layouts: "WeakValueDictionary[tuple[Slice, ...], Layout]" = WeakValueDictionary()
 _knowing = threading.Lock()
+"""Guards `_known_layouts`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False, weakref_slot=True)
@@ -229,11 +230,11 @@ class Codec(Protocol):
 
 
 class Planned:
-    """What plans and executors go by, beside what a compressor sends; here the answers of one that is like no other.
+    """Properties of a compressor by which plans and executors are chosen, with the defaults for a plain one.
 
     Attributes:
-        is_sum: It is a sum of another kind, and sends no fewer bytes.
-        two_stage: The sum of the ranks' payloads is encoded once more for its way back (two_stage.py).
+        is_sum: Whether it only sums in another way, such as in a wider dtype, and sends no fewer bytes.
+        two_stage: Whether the sum of the ranks' payloads is encoded again for the way back (two_stage.py).
     """
 
     is_sum = False

@@ -41,7 +41,7 @@ class Dense(Stateful):
 
     @property
     def by_element(self) -> bool:
-        """See `Stateful.by_element`."""
+        """See `Planned.by_element`."""
         return True
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class WideSum(Dense):
 
     @property
     def by_element(self) -> bool:
-        """See `Stateful.by_element`: owners by the links' rates are for sums in the dtype of the buckets."""
+        """See `Planned.by_element`: owners by the links' rates are for sums in the dtype of the buckets."""
         return False
 
     @property

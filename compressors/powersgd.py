@@ -105,7 +105,7 @@ class PowerSGD(Stateful):
 
     @property
     def has_owners(self) -> bool:
-        """See `Stateful.has_owners`: where the factors are narrowed, owners sum them."""
+        """See `Planned.has_owners`: where the factors are narrowed, owners sum them."""
         return self.codec is not None
 
     def matrix(self, item: Slice) -> MatrixSlice | None:

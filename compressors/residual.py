@@ -57,15 +57,16 @@ def keep_until_read(*values: Tensor | None) -> None:
 
 
 class ElementStore:
-    """One float32 for each gradient element this rank is responsible for, zero where nothing was stored yet.
+    """Stores one float32 for each gradient element that this rank is responsible for; zero until something is stored.
 
-    Safe to call from several threads, as long as no two of them work on the same shard.
+    Thread safety: several threads may call it, as long as no two of them work on the same shard. `commit`, `drop`,
+    `select` and `rescale` are for a time at which no other thread works on any.
     """
 
     def __init__(self) -> None:
         self._shards: dict[Layout, _Shard] = {}
         self._pieces: list[Piece] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _shards and _pieces.
 
     def read(self, layout: Layout, device: torch.device) -> Tensor:
         """Returns the committed values for `layout`, 1-D float32; a view of the store, not to be changed."""

@@ -112,7 +112,7 @@ class Routed(Planned):
 
     @property
     def by_element(self) -> bool:
-        """See `Stateful.by_element`; all routes decide."""
+        """See `Planned.by_element`; all routes decide."""
         return all(isinstance(each, Stateful) and each.by_element for each in self.routes)
 
     def every(self) -> tuple[Compressor, ...]:

@@ -213,7 +213,7 @@ class TwoStage(Stateful):
 
     @property
     def has_owners(self) -> bool:
-        """See `Stateful.has_owners`."""
+        """See `Planned.has_owners`."""
         return True
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:

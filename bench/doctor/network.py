@@ -240,7 +240,7 @@ class Listener:
         self._udp.bind(("", 0))
         self._flows: dict[str, queue.Queue[socket.socket]] = {}
         self._sessions: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _flows and _sessions.
         self._closed = False
         for what, work, served in (
             ("measurements", self._accept, self._tcp),

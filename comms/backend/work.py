@@ -193,7 +193,7 @@ class PackedWork(WatchedWork):
     def __init__(self, work: dist.Work, finish: Callable[[], list[Tensor]]) -> None:
         super().__init__(work, partial(_wait_for, work))
         self._finish = finish
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _outputs: `finish` is called once.
         self._outputs: list[Tensor] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -128,11 +128,11 @@ def check_model(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
 
 
 class _Request:
-    """One that has not been answered yet.
+    """A process's request to join that has not been answered yet.
 
     Attributes:
-        pulse: Its last sign of life; None before the first.
-        beats: Whether it has shown two different ones.
+        pulse: Last heartbeat of the process; None before the first.
+        beats: Whether two different heartbeats were seen.
         changed: When the last one came, by time.monotonic().
         newcomer: What it asks with; None before it has been read.
     """
@@ -151,25 +151,25 @@ class _Request:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it counts still."""
+        """Whether a new heartbeat came within the last `SILENT_SECONDS`."""
         return self.beats and time.monotonic() - self.changed < SILENT_SECONDS
 
 
 class Requests:
-    """The requests, seen from the ranks of the job.
+    """Collects the requests of processes that want to join the running job.
 
     Args:
-        store: The membership's.
-        timeout: For a key that another rank sets.
-        shared: The configuration that newcomers must have.
-        model: As `described`; theirs must be the same.
+        store: Store of the membership.
+        timeout: Longest wait for a key that another rank sets.
+        shared: Options that a joining process must have, too, and their values.
+        model: Result of `described` for this job's model; that of a joining process must be equal.
     """
 
     def __init__(self, store: Store, timeout: timedelta, shared: Mapping[str, str], model: Mapping[str, str]) -> None:
         self._store = PollingStore(store, timeout)
         self._shared = dict(shared)
         self._model = dict(model)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _open and _seen.
         self._open: dict[int, _Request] = {}
         self._seen = 0
         self._thread: threading.Thread | None = None

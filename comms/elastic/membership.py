@@ -130,22 +130,22 @@ class GenerationStore(PollingStore):
 
 
 class Membership:
-    """One rank's part in the agreement. `close` ends its threads.
+    """Agrees with the other ranks on the members of each generation. `close` ends its threads.
 
     The threads of the rings enter each new generation at once, even while the training thread computes; that thread
     follows with `next`.
 
     Args:
-        store: Shared by all ranks that were there and that may come; below a prefix of this job's start.
-        view: The first generation's.
-        timeout: For the other ranks' answers where nothing shorter is said.
-        said: What each member of the view has said about itself when it came.
-        failures: What is known of failures in the first generation.
+        store: Store of all present and future ranks, below a prefix of this start of the job.
+        view: Members of the first generation.
+        timeout: Longest wait for an answer of another rank, unless a call gives a shorter one.
+        said: Name of each member -> its description of itself when it joined.
+        failures: Failures found in the first generation so far; None for none.
 
     Attributes:
-        said: As given, and of all that have joined since, by name.
-        note: What this rank leaves behind should it be lost; the ring's thread puts it into the store within a second
-            or so, so it costs the training thread nothing.
+        said: The descriptions of all members so far, by name; those of ranks that joined later are added.
+        note: Bytes that this rank leaves in the store in case it fails. The ring's thread stores them within about a
+            second, at no cost to the training thread.
         on_alarm: Called from a ring's thread with the reason when the training thread's generation is over, to wake
             that thread if it waits in a collective.
         overdue: Asked once a second, on CUDA, whether work on the device takes too long.
@@ -172,7 +172,7 @@ class Membership:
         self._store = PollingStore(store, timeout, ranks=view.size)
         self._timeout = timeout
         self._closed = False
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # Guards _latest and _failure; notified when either changes.
         self._failure: Exception | None = None
         self._current = self._latest = _Generation(view, failures or Failures())
         self._begin(self._latest)

@@ -198,13 +198,13 @@ class ResilientOps:
         timeout: For what the ranks of a generation tell each other through the store.
 
     Attributes:
-        position: Operations that have come to an end here.
-        communicator: Of the present generation.
-        repeated: Operations that were begun again.
+        position: Number of operations completed on this rank.
+        communicator: Communicator of the present generation.
+        repeated: Number of operations that were started again.
         has_begun: Whether this rank has sent a part of an operation for which it calls `complete` later.
-        by_itself: Whether the last operation was carried out here, and not by ranks that were ahead. Then all ranks of
-            the present generation have carried it out in this generation, or none has.
-        changes: The last ones, oldest first.
+        by_itself: Whether this rank ran the last operation itself, rather than got its result from ranks that were
+            ahead. In that case either all ranks of the present generation ran it in this generation, or none did.
+        changes: The last changes of membership, oldest first.
     """
 
     def __init__(

@@ -50,9 +50,10 @@ class Observer(StepListener):
     Thread safety: all methods are for the training thread.
 
     Args:
-        communicator: Communicator of the gradients. config: Options that select what is observed. group: Torch's group
-        of the same ranks in the same order, from which the ranks in the default group follow, which
-            messages name. None: messages name the ranks of the communicator.
+        communicator: Communicator of the gradients.
+        config: Options that select what is observed.
+        group: Torch's group of the same ranks in the same order. Messages then name ranks of the default group; with
+            None they name ranks of the communicator.
     """
 
     def __init__(self, communicator: Communicator, config: Config, group: dist.ProcessGroup | None = None) -> None:

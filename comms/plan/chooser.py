@@ -43,7 +43,7 @@ class PlanChooser:
         config: Configuration; its `plan` and `chunks` restrict the choice.
         compressor: Compressor of one phase of buckets that have a layout; None if all is exact.
         payloads: Cost of the compressor's payloads; None without a compressor.
-        library: `nccl` on GPUs, else `gloo`.
+        library: Kind of device whose costs count: `nccl` for GPUs, `gloo` for CPUs, over MPI too.
 
     Attributes:
         plan_name: `flat`, `hierarchical` or `leader`; `auto` chooses by size.

@@ -26,8 +26,8 @@ SLICE = timedelta(seconds=1)
 
 WAIT_MARGIN = timedelta(seconds=30)
 """Longest time by which a wait of the backend outlasts the group's time-out. The wait below it ends by that time-out
-and then asks the other ranks who is missing (`failure.PATIENCE` and more); their answers explain more than this wait
-could."""
+and then asks the other ranks who is missing (`failure_reporter.PATIENCE` and more); their answers explain more than
+this wait could."""
 
 MAKING_MARGIN = timedelta(seconds=5)
 """Time by which the wait for a work of gloo outlasts the time-out. Gloo's own error, which names a connection, comes

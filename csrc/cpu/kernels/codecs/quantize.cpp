@@ -1,7 +1,7 @@
 // 8 or 4 bits an element between the smallest and the largest of each block of 512.
 //
-// Payload of n elements: ceil(n / 512) pairs of float32 (unit, low), then the codes; of two 4-bit codes in a byte the
-// even element's is the lower. An element is low + code * unit. Bytes an element, read + written, at 4 bits:
+// Payload of n elements: ceil(n / 512) pairs of float32 (step, low), then the codes; of two 4-bit codes in a byte the
+// even element's is the lower. An element is low + code * step. Bytes an element, read + written, at 4 bits:
 //   encode         4 + 1/2 (8 + 4 + 1/2 with residual)
 //   decode_reduce  W/2 + 4
 //   reduce_encode  W/2 + 8 + 1/2
