@@ -33,18 +33,19 @@ from gradwire.topology.cluster import Cluster
 log = logging.getLogger("gradwire")
 
 SETTLED_STEPS = 2
-"""Steps with equal buckets before arrivals are measured; DDP rebuilds its buckets after the first."""
+"""Number of steps in a row with the buckets of the step before, after which arrivals are measured. DDP rebuilds its
+buckets after the first step."""
 PROFILED_STEPS = 5
-"""Steps whose arrivals are measured; the median of each counts."""
+"""Number of steps whose arrivals are measured; the median over them counts for each bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """Arrival times of one step on one rank.
+    """Bucket sizes and arrival times of one step on one rank.
 
     Attributes:
-        sizes: Bytes of its buckets.
-        arrivals: When each arrived, in seconds from the first.
+        sizes: Bytes of each bucket of the step, in the order of arrival.
+        arrivals: Seconds from the arrival of the first bucket to that of each bucket, in the same order.
     """
 
     sizes: tuple[int, ...]
@@ -52,24 +53,27 @@ class StepSeen:
 
 
 Program = Generator[FusionPlan, StepSeen, None]
+"""A coroutine that yields the fusion plan of the next step and is sent what was seen of that step; it never ends."""
 Find = Callable[[tuple[int, ...], Sequence[float]], FusionPlan]
-"""(sizes of the buckets, when they arrive) -> cuts."""
+"""(bytes of each bucket, seconds at which each arrives) -> fusion plan with the best cuts."""
 
 
 class CutFinder:
-    """Finds the cuts on one rank: measures the first steps, agrees with the other ranks, computes.
+    """Finds the cuts on one rank: waits for steady buckets, measures arrivals, and takes the cuts of rank 0.
+
+    Every rank makes one and calls it after every step, so that all change their cuts at the same step.
 
     Args:
-        begun: What training begins with.
-        find: Called on rank 0 only.
-        consensus: All ranks' of the group.
-        keeps: Whether cuts are kept from run to run, on all ranks alike.
-        known: Those of an earlier run, on rank 0; None: there are none.
-        found: Called once with the cuts.
+        begun: Fusion plan that is used until the cuts are found.
+        find: Computes the cuts from the arrivals on the slowest rank; called on rank 0 only.
+        consensus: Agreement of all ranks of the group.
+        keeps: True if cuts are kept from run to run; equal on all ranks. Rank 0 then first offers `known`.
+        known: Fusion plan that an earlier run has kept. Counts on rank 0 only, and only with `keeps`; None measures.
+        found: Called on every rank with cuts that were measured; not called if those of `known` are used.
 
     Attributes:
-        plan: What the next step is cut by.
-        over: Whether the cuts are found.
+        plan: Fusion plan of the next step.
+        over: True once `plan` is final.
     """
 
     def __init__(
@@ -89,11 +93,19 @@ class CutFinder:
         self.plan = next(self._program)
 
     def step_ended(self, seen: StepSeen) -> FusionPlan:
-        """Takes in a step and returns the cuts of the next; every rank after every step."""
+        """Takes in what was seen of a step, and returns the fusion plan of the next; every rank calls it after each.
+
+        Args:
+            seen: Bucket sizes and arrivals of the step that has ended, on this rank.
+
+        Raises:
+            ValueError: The ranks came to no decision; the same on all of them.
+        """
         self.plan = self._program.send(seen)
         return self.plan
 
     def _run(self) -> Program:
+        """Runs the search, one step for each `send`; when it is over, it yields the same plan for ever."""
         sizes = yield from self._settle()
         plan = self._agreed(lambda: self._known) if self._keeps else None
         if plan is None:
@@ -106,6 +118,7 @@ class CutFinder:
             yield plan
 
     def _settle(self) -> Generator[FusionPlan, StepSeen, tuple[int, ...]]:
+        """Waits until `SETTLED_STEPS` steps in a row had the buckets of the step before; returns their sizes."""
         sizes: tuple[int, ...] = ()
         same = 0
         while same < SETTLED_STEPS:
@@ -115,7 +128,11 @@ class CutFinder:
         return sizes
 
     def _arrivals(self, count: int) -> Generator[FusionPlan, StepSeen, list[float]]:
-        """When each bucket usually arrives on the slowest rank."""
+        """Measures `PROFILED_STEPS` steps; returns when each bucket arrives, in seconds, on the rank where it is last.
+
+        Args:
+            count: Number of buckets of a step. Steps with another number are left out of the median.
+        """
         steps = []
         for _ in range(PROFILED_STEPS):
             steps.append((yield self._begun).arrivals)
@@ -124,7 +141,11 @@ class CutFinder:
         return _rows([decided])[0]
 
     def _agreed(self, chosen: Callable[[], FusionPlan | None]) -> FusionPlan | None:
-        """What rank 0 has chosen."""
+        """Returns the fusion plan that rank 0 has chosen, on all ranks; None if it has chosen none.
+
+        Args:
+            chosen: Returns the plan or None; called on rank 0 only.
+        """
 
         def choose(_: object) -> object:
             plan = chosen()
@@ -135,7 +156,11 @@ class CutFinder:
 
 
 def _rows(values: Sequence[object]) -> list[list[float]]:
-    """Lists of numbers as the consensus carries them."""
+    """Returns lists of floats from the untyped JSON values that an agreement carries.
+
+    Args:
+        values: Lists of numbers, for example one of each rank.
+    """
     rows = []
     for value in values:
         assert isinstance(value, list)
@@ -144,15 +169,16 @@ def _rows(values: Sequence[object]) -> list[list[float]]:
 
 
 class LearnsCuts(StepListener):
-    """Listener that learns the cuts of one model and sets them as the fusion plan.
+    """Learns the cuts of one model from its first steps, and sets them as the fusion plan.
 
     Args:
-        communicator: Of the ranks.
-        fusion: Whose cuts are changed.
-        store: A store that all ranks share; a client of its own is made from it.
-        name: Unique among the models of this store, equal on all ranks.
-        model: A digest of the model's parameters.
-        clock: The one that arrivals are given by; where it is a device's, each step is looked at a step later.
+        communicator: Communicator of the ranks that train the model.
+        fusion: Fusion of the model's buckets; its plan is changed.
+        store: Store that all ranks share; a client of its own is made from it.
+        name: Name of the model in the store: unique among its models, equal on all ranks.
+        model: Digest of the model's parameters; a file of cuts is used only for the model that it was made for.
+        clock: Clock that the buckets' arrivals are read from; None takes the host's. With a device's clock each step is
+            evaluated one step later.
     """
 
     wants_arrivals = True
@@ -201,7 +227,13 @@ class LearnsCuts(StepListener):
     def step_ended(self, step: EndedStep) -> None:
         """Records the step that has just ended, and sets the cuts of the next; called on every rank after every step.
 
-        In elastic training it is over where a rank does not come to a decision: those that go on change nothing.
+        In elastic training, ranks that come to no decision end the search, and train on with the cuts that they have.
+
+        Args:
+            step: The step, with the arrival time of each bucket.
+
+        Raises:
+            ValueError: The ranks came to no decision, in training that is not elastic.
         """
         if self._over:
             return
@@ -226,7 +258,7 @@ class LearnsCuts(StepListener):
             self._fusion.change(plan)
 
     def _keep(self, plan: FusionPlan) -> None:
-        """Writes the cuts to the file of `fusion`; a file that cannot be written ends no training."""
+        """Writes the cuts to the file that the option `fusion` names, on rank 0; a file error is logged, not raised."""
         if self._file is None:
             return
         try:
@@ -244,21 +276,21 @@ def best_cuts(cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Seq
     """Returns the cuts with which the last all-reduce of a step ends first, for one plan.
 
     Args:
-        cluster: Where the ranks are and what the links give.
-        plan: Name of the plan that transfers go by.
-        sizes: Bytes of the step's buckets, in order.
-        arrivals: When they arrive, in seconds.
+        cluster: Placement of the ranks, with the rates of their links.
+        plan: Name of the all-reduce plan that the transfers use.
+        sizes: Bytes of the step's buckets, in the order of arrival.
+        arrivals: Seconds at which each bucket arrives, ascending; any zero point.
     """
     return FusionPlan(optimal_cuts(arrivals, sizes, *affine(cluster, plan, sum(sizes))), sizes)
 
 
 def affine(cluster: Cluster, plan: str, nbytes: int) -> tuple[float, float]:
-    """Returns seconds per all-reduce and per byte: a line through the predictions for a small and a large one.
+    """Returns (seconds per all-reduce, seconds per byte) of a plan: a line through two predicted times.
 
     Args:
-        cluster: Where.
+        cluster: Placement of the ranks, with the rates of their links.
         plan: Name of the plan.
-        nbytes: Size of the large one; the small one is an eighth of it.
+        nbytes: Bytes of the large all-reduce that is predicted; the small one has an eighth of them.
     """
     large = max(nbytes, 8)
     small = large // 8
@@ -275,10 +307,13 @@ def optimal_cuts(
     """Returns the cuts with which the last all-reduce ends first, in O(n^2) for n buckets.
 
     Args:
-        arrivals: When each bucket arrives, in seconds, ascending.
+        arrivals: Seconds at which each bucket arrives, ascending; any zero point.
         sizes: Bytes of each bucket.
-        alpha_seconds: Of a transfer.
-        seconds_per_byte: Of a transfer.
+        alpha_seconds: Seconds that an all-reduce takes whatever its size.
+        seconds_per_byte: Seconds that each byte adds to an all-reduce.
+
+    Returns:
+        Numbers of buckets after which an all-reduce ends, ascending; see `FusionPlan.cuts`. Empty for no buckets.
 
     Raises:
         ValueError: There are more arrivals than sizes, or the reverse.
@@ -286,6 +321,7 @@ def optimal_cuts(
     if len(arrivals) != len(sizes):
         raise ValueError(f"`arrivals` has {len(arrivals)} entries; wanted {len(sizes)}, as many as `sizes`")
     before = [0, *accumulate(sizes)]
+    # finish[j]: earliest end of all-reduces of the first j buckets; begins[j]: where the last of these begins.
     finish = [0.0]
     begins = [0]
     for stop in range(1, len(sizes) + 1):
@@ -301,6 +337,7 @@ def optimal_cuts(
         finish.append(
             max(finish[best], arrivals[stop - 1]) + alpha_seconds + seconds_per_byte * (before[stop] - before[best])
         )
+    # Follow the best beginnings back from the last bucket.
     cuts, stop = [], len(sizes)
     while stop:
         cuts.append(stop)

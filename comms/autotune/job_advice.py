@@ -16,7 +16,7 @@ from gradwire.topology.cluster import Cluster
 from gradwire.topology.wording import ms
 
 SAMPLE_NBYTES = 16 << 20
-"""Gradient that the codecs are timed on: more than the caches of a rank hold, as a model's gradients are."""
+"""Bytes of the gradient that codecs are timed on: more than the caches of a rank hold, as with a model's gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Running:
     """Plan and compressor that a job runs now.
 
     Attributes:
-        plan: Its name.
-        compressor: Its name; `none`.
+        plan: Name of the plan, as in `HookState(plan=...)`.
+        compressor: Name of the compressor; `none` if nothing is compressed.
     """
 
     plan: str
@@ -34,15 +34,18 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class JobAdvice:
-    """The result of `HookState.advise()`; `print` it, or read its fields.
+    """Result of `HookState.advise()`: what each plan and compressor would do for the job; `print` it, or read it.
 
     Attributes:
-        advice: Every plan and compressor, and the recommendation.
-        observed: What the steps are now.
-        headroom_seconds: The step without communication: the best that anything could reach.
-        accumulate: As many micro-batches a step were asked about as one of the observed steps has, times this.
-        assumed: The links whose rates nobody knows, in words; `print` then gives no recommendation.
-        kept: Whether what is recommended is what the observed steps ran.
+        advice: Predicted times of every plan and compressor, and the recommendation.
+        observed: Median times of the last steps, as they run now.
+        headroom_seconds: Seconds of an observed step without the time that it waits for communication: the shortest
+            step that any plan or compressor could reach.
+        accumulate: Number of observed steps that the predicted step replaces: it has `accumulate` times as many
+            micro-batches as an observed one, and sends gradients once. 1 predicts steps as they are.
+        assumed: Links whose rates are neither given nor measured, in words: `print` then gives no recommendation. Empty
+            if the rate of the outermost links is known.
+        kept: True if the recommended plan and compressor are those that the observed steps ran.
     """
 
     advice: Advice
@@ -82,7 +85,10 @@ class JobAdvice:
         )
 
     def _doubt(self) -> str:
-        """A line where the steps are farther apart than what is recommended would make them shorter."""
+        """Returns a line of doubt if step times scatter by more than the recommendation would save; else an empty text.
+
+        It is empty, too, if nothing is to be changed, with `accumulate`, and if the scatter is not known.
+        """
         seen, verdict = self.observed, self.advice.recommend
         if self.kept or self.accumulate > 1 or seen.middle_half is None:
             return ""
@@ -111,16 +117,18 @@ def advise_job(
     running: Running,
     accumulate: int = 1,
 ) -> JobAdvice:
-    """Predicts every plan and compressor for a job as observed, and recommends one.
+    """Predicts the step time of every plan and compressor from the observed steps of a job, and recommends one.
+
+    If `accumulate` is 1, it recommends what runs rather than anything that is predicted to be slower.
 
     Args:
-        cluster: Where the ranks are, with the links as measured or assumed.
-        sizes: Bytes of the buckets of a step.
-        observed: The last steps.
-        optimizer: As for `Workload`.
-        library: As for `advise`.
-        running: What the observed steps ran.
-        accumulate: How many of the observed steps shall be one, as its micro-batches.
+        cluster: Placement of the ranks, with the rates of their links as measured, given or assumed.
+        sizes: Bytes of each bucket of a step.
+        observed: Median times of the job's last steps.
+        optimizer: Name of the job's optimizer (`sgd`, `adam`, ...; `any` if unknown): some compressors require one.
+        library: Name of the communication library, `gloo`, `nccl` or `mpi`; as for `advise`.
+        running: Plan and compressor of the observed steps.
+        accumulate: Number of observed steps that one step shall replace, as its micro-batches.
 
     Raises:
         ValueError: `accumulate` is less than one.
@@ -153,10 +161,10 @@ def _never_slower(advice: Advice, running: Running, observed: Observed, optimize
     The recommended one may be slower than the best by `WORTHWHILE`, so then the best saves less than that as well.
 
     Args:
-        advice: As for a job of which nothing runs yet.
-        running: What runs.
-        observed: Its steps.
-        optimizer: Of the job.
+        advice: Advice that does not take into account what runs.
+        running: Plan and compressor of the observed steps.
+        observed: Median times of the job's last steps.
+        optimizer: Name of the job's optimizer, for the warning about its compressor.
     """
     verdict = advice.recommend
     if (verdict.plan, verdict.compressor) == (running.plan, running.compressor):
@@ -177,11 +185,12 @@ def _never_slower(advice: Advice, running: Running, observed: Observed, optimize
 
 
 def _is_candidate(candidate: Candidate, plan: str, compressor: str) -> bool:
+    """Returns whether a candidate has this plan and compressor."""
     return candidate.plan.name == plan and candidate.compressor == compressor
 
 
 def _slowest_is_known(cluster: Cluster) -> bool:
-    """Whether the links of the outermost level in use were given or measured: they decide what is worth while."""
+    """Returns whether the rate of the outermost links is given or measured: it decides what a job gains most from."""
     return not cluster.levels[cluster.outermost].link.presumed
 
 
@@ -190,9 +199,9 @@ def prices(nodes: int, library: str, memory_bytes_per_second: float) -> tuple[Co
     """Returns the cost of each compressor: timed once on a CPU, computed from the memory rate of a GPU.
 
     Args:
-        nodes: Ranks that exchange a shard.
-        library: `nccl` where gradients are on GPUs.
-        memory_bytes_per_second: What codecs move on such a GPU; not used on CPUs.
+        nodes: Number of ranks that exchange a shard, one on each node.
+        library: Name of the communication library; `nccl` stands for gradients on GPUs, any other for CPUs.
+        memory_bytes_per_second: Memory rate of the GPU, by which codecs are computed; not used on CPUs.
     """
     layout = square_layout(SAMPLE_NBYTES, side=256)
     if library == "nccl":

@@ -12,18 +12,26 @@ from gradwire.comms.fusion import FusionPlan
 log = logging.getLogger("gradwire")
 
 VERSION = 1
+"""Version of the file's format; a file of another version is ignored."""
 
 
 def record_of(plan: FusionPlan) -> dict[str, object]:
-    """Cuts as JSON holds them."""
+    """Returns a fusion plan's cuts, sizes and threshold as a dict that JSON can hold; `plan_from` reads it.
+
+    Args:
+        plan: The fusion plan. Its pieces and its delay are not recorded.
+    """
     return {"cuts": list(plan.cuts), "sizes": list(plan.sizes), "threshold_nbytes": plan.threshold_nbytes}
 
 
 def plan_from(values: object) -> FusionPlan:
-    """Makes a fusion plan of parsed JSON.
+    """Makes a fusion plan from a record of `record_of` that was read from JSON.
+
+    Args:
+        values: The parsed JSON, of any type: it is checked here.
 
     Raises:
-        ValueError: Something is missing, or of the wrong type, or impossible.
+        ValueError: An entry is missing, unknown, of the wrong type, or not a possible value.
     """
     names = tuple(record_of(FusionPlan()))
     if not isinstance(values, dict) or set(values) != set(names):
@@ -37,22 +45,38 @@ def plan_from(values: object) -> FusionPlan:
 
 
 def fingerprint(*facts: object) -> str:
-    """A short digest of what a profile is valid for."""
+    """Returns a digest of some values: 32 hexadecimal digits of the SHA-256 of their JSON.
+
+    Args:
+        facts: The values; one that JSON cannot hold counts as its `str`.
+    """
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
 
 
 def save(file: Path, key: dict[str, object], plan: FusionPlan) -> None:
-    """Writes a profile, whole or not at all."""
+    """Writes a fusion plan to a file, whole or not at all.
+
+    Args:
+        file: The file; replaced if it exists.
+        key: Facts that the plan is valid for (model, ranks, topology, ...), by name; `load` compares them.
+        plan: The fusion plan.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     document = {"version": VERSION, "key": key, "plan": record_of(plan)}
     replace_text(file, json.dumps(document | {"digest": fingerprint(document)}, indent=1))
 
 
 def load(file: Path, key: dict[str, object]) -> FusionPlan | None:
-    """Reads a profile; returns None with a warning if it is damaged or was made for another job.
+    """Reads the fusion plan that `save` has written.
 
     Args:
-        file: May be missing: then there is nothing to warn of.
-        key: What the profile must have been made for.
+        file: The file.
+        key: Facts that the plan must have been saved with, by name.
+
+    Returns:
+        The plan; None if the file is missing, and None with a warning if it is damaged or was made for other facts.
     """
     if not file.exists():
         return None
@@ -72,6 +96,7 @@ def load(file: Path, key: dict[str, object]) -> FusionPlan | None:
 
 
 def _list(values: dict[str, object], name: str) -> list[int]:
+    """Returns an entry of a record, or raises ValueError if it is not a list."""
     entry = values[name]
     if not isinstance(entry, list):
         raise ValueError(f"`{name}` is {entry!r}; wanted a list")  # noqa: TRY004 - of a file, not of a caller
