@@ -16,25 +16,27 @@ Unit = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one message costs: alpha seconds, and beta = 1 / bytes_per_second for each byte, in one direction.
+    """Describes the cost of a message: alpha seconds, and beta = 1 / bytes_per_second for each byte, in one direction.
 
     Attributes:
-        alpha_seconds: For each message.
-        bytes_per_second: What the unit sends at most, over all its cards together.
-        nics: Network cards that share that bandwidth equally; one flow goes through one of them.
-        channels: Flows that one sender opens to its neighbour: gloo 1, NCCL about two for each card.
-        stream_bytes_per_second: What one flow can carry, whatever the card does: a TCP stream on a fast card.
-        gap_seconds: What each further chunk takes of the processor, all its phases together, while alpha passes unseen
-            behind other chunks; None: not known, and alpha keeps the link.
-        ring_share: Part of the bandwidth that one ring over all ranks reaches: inside a node it goes through sockets.
-        exchange_share: Part of the bandwidth that a lone exchange of payloads (all_to_all, then all_gather) reaches:
-            each of its two rounds waits for the last message.
-        exchange_gap_share: Part of such an exchange that keeps the link; other chunks fill the rest.
-        exchange_alpha_seconds: For each message of such an exchange; None: as for any other.
-        on_processor: Whether the processor itself moves the bytes (shared memory), which cannot encode meanwhile.
-        sender_nics: Cards that one sender reaches, those near its GPU; None: as many as it has flows. A ring or tree
-            over all ranks crosses through every GPU in turn and reaches all cards (`spread`).
-        presumed: Whether nobody has published, given or measured these figures.
+        alpha_seconds: Fixed cost of a message in seconds, whatever its size.
+        bytes_per_second: Highest rate at which the unit sends, over all its NICs together.
+        nics: Number of NICs that share that bandwidth equally; one flow goes through one of them.
+        channels: Number of flows that one sender opens to its neighbour: gloo 1, NCCL about two for each NIC.
+        stream_bytes_per_second: Highest rate of a single flow, however fast the NIC: a TCP stream on a fast NIC.
+        gap_seconds: Seconds of processor time that each further chunk takes, all its phases together, while its alpha
+            is hidden behind other chunks. None: unknown, and the link is taken to be busy for alpha.
+        ring_share: Fraction of the bandwidth that one ring over all ranks reaches: inside a node it goes through
+            sockets.
+        exchange_share: Fraction of the bandwidth that a lone exchange of payloads (all_to_all, then all_gather)
+            reaches: each of its two rounds waits for the last message.
+        exchange_gap_share: Fraction of such an exchange's time in which it occupies the link; other chunks use the
+            rest.
+        exchange_alpha_seconds: Fixed cost in seconds of a message of such an exchange; None means `alpha_seconds`.
+        on_processor: True if the processor itself moves the bytes (shared memory) and cannot encode meanwhile.
+        sender_nics: Number of NICs that one sender reaches, those near its GPU; None means as many as it has flows. A
+            ring or tree over all ranks crosses through every GPU in turn and reaches all NICs (`spread`).
+        presumed: True if these figures are assumptions: neither published, nor set by the user, nor measured.
     """
 
     alpha_seconds: float
@@ -69,15 +71,21 @@ class Link:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a whole number of at least 1")
 
     def seconds(self, messages: float, nbytes: float) -> float:
-        """Time for `messages` messages after one another that carry `nbytes` in all, cards and flows all in use."""
+        """Returns the seconds for a sequence of messages, with all NICs and flows in use.
+
+        Args:
+            messages: Number of messages, sent one after another.
+            nbytes: Total bytes of all messages together.
+        """
         return messages * self.alpha_seconds + nbytes / self.bytes_per_second
 
     def rate(self, senders: float, *, spread: bool = False) -> float:
-        """Bytes per second that a unit reaches when `senders` of its ranks send at once.
+        """Returns the bytes per second that a unit reaches when several of its ranks send at once.
 
         Args:
-            senders: How many.
-            spread: Whether each channel leaves through another rank, as those of a collective over all ranks do.
+            senders: Number of ranks that send at the same time.
+            spread: True if the channels leave the unit through different ranks, as in a collective over all ranks, so
+                that `sender_nics` does not limit them.
         """
         flows = senders * self.channels
         cards = flows if self.sender_nics is None or spread else min(flows, senders * self.sender_nics)
@@ -86,10 +94,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One ring of the hierarchy.
+    """Describes one level of the hierarchy: its name and its link.
 
     At level 0 the link is what one rank has inside its node; at every other level it is what one whole unit (node,
     rack, region) has towards the others, shared by all the ranks inside.
+
+    Attributes:
+        name: One of `LEVEL_NAMES`.
+        link: Costs of a message; where units differ, those of the slowest unit.
     """
 
     name: str
@@ -103,14 +115,18 @@ class Level:
             raise ValueError(f"`unit_rates` is {self.unit_rates}; wanted finite numbers > 0, in bytes per second")
 
     def link_of(self, unit: int) -> Link:
-        """The link of one unit, by its place in `Cluster.units(level - 1)`."""
+        """Returns the link of one unit, with that unit's own rate if the units differ.
+
+        Args:
+            unit: Index of the unit in `Cluster.units(level - 1)`.
+        """
         return replace(self.link, bytes_per_second=self.unit_rates[unit]) if self.unit_rates else self.link
 
     def with_rates(self, rates: Sequence[float]) -> "Level":
-        """The same level, its units with these rates in bytes per second; of rates that are all equal only one stays.
+        """Returns a copy of the level with measured or configured rates; equal rates are stored once, in the link.
 
         Args:
-            rates: One for each unit, in the order of `Cluster.units(level - 1)`.
+            rates: Bytes per second of each unit, in the order of `Cluster.units(level - 1)`; not empty.
         """
         link = replace(self.link, bytes_per_second=min(rates))
         return replace(self, link=link, unit_rates=tuple(rates) if len(set(rates)) > 1 else ())
@@ -118,17 +134,19 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFabric:
-    """What NCCL's own cost model asks about GPUs and networks, beside the rates of the links.
+    """Describes the GPUs and the network of a node, as far as NCCL's own cost model depends on them.
+
+    The rates of the links are in `Link`.
 
     Attributes:
-        compute_capability: Of the oldest GPU: 80 for A100, 90 for H100.
-        nvlink: Whether NVLink joins all GPUs of a node; else they use PCIe.
-        nvls: Whether the node's NVSwitch sums (NVLink SHARP; Hopper and later).
-        ll128: Whether NCCL lets its protocol LL128 through the network: the card is near the GPU.
-        amd_cpu: Whether the processors are AMD's, for which NCCL counts twice the time to post a message.
-        network: `infiniband`, `roce`, `efa`, `slingshot` or `tcp`.
-        network_seconds: What a message over this network takes more than over InfiniBand.
-        memory_bytes_per_second: Peak bandwidth of the memory of the slowest GPU.
+        compute_capability: Compute capability of the oldest GPU times ten: 80 for A100, 90 for H100.
+        nvlink: True if NVLink joins all GPUs of a node; else they use PCIe.
+        nvls: True if the node's NVSwitch can sum (NVLink SHARP; Hopper and later).
+        ll128: True if NCCL uses its LL128 protocol across the network, because the NIC is near the GPU.
+        amd_cpu: True if the processors are AMD's, for which NCCL counts twice the time to post a message.
+        network: Kind of network: `infiniband`, `roce`, `efa`, `slingshot` or `tcp`.
+        network_seconds: Latency in seconds that a message over this network has beyond one over InfiniBand.
+        memory_bytes_per_second: Peak bandwidth of the slowest GPU's memory.
     """
 
     compute_capability: int
@@ -143,21 +161,26 @@ class GpuFabric:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where each rank is.
+    """Describes a cluster: the node, rack and region of each rank, and the links of each level.
 
-    What follows from the locations is worked out once for each object: planning asks for it thousands of times, and
+    Everything derived from the locations is computed once per object: planning asks for it thousands of times, and
     with 16,384 ranks each answer, and each hash, would take a millisecond.
 
     Attributes:
-        locations: For each rank the unit it is in at every level above the first, outermost first: `(node,)` in a
-            cluster of two levels, `(rack, node)` in one of three. Node numbers are unique inside their rack.
-        levels: Innermost first; one more than the length of a location.
-        fabric: Of GPUs on two levels whose links are known but not measured: collectives are then priced as NCCL prices
-            its own. None: by the links alone.
-        equal_sums: Whether exact sums have owners of equal parts however the units' links differ, as NCCL's have: then
-            compressors' payloads alone go to owners by their links.
-        nvls_possible: Whether some rank's GPU is one whose NVSwitch can sum (NVIDIA, Hopper or later), whatever is
-            known of the switches: a container may hide them.
+        locations: One tuple for each rank: the unit it is in at every level above the first, outermost first: `(node,)`
+            in a cluster of two levels, `(rack, node)` in one of three. Node numbers are unique inside their rack.
+        levels: Levels from the innermost to the outermost; one more than a location has numbers.
+        fabric: Properties of the GPUs and the network, from which collectives are priced with NCCL's own cost model.
+            It is set only for GPUs in a cluster of two levels whose links are known but not measured. None: collectives
+            are priced by `levels` alone.
+        equal_sums: True if the owners of an exact all-reduce get equal parts even where the units' links differ, as
+            NCCL does it. The owners of compressed payloads get parts in proportion to their links in either case.
+        nvls_possible: True if some rank's GPU is one whose NVSwitch can sum (NVIDIA, Hopper or later), whether or not a
+            switch was found: a container may hide it.
+
+    Raises:
+        ValueError: `locations` is empty, `levels` does not fit it, or a level has another number of `unit_rates` than
+            it has units.
     """
 
     locations: tuple[tuple[int, ...], ...]
@@ -196,35 +219,36 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return len(self.locations)
 
     @property
     def depth(self) -> int:
-        """Number of levels."""
+        """Returns the number of levels."""
         return len(self.levels)
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """Names of the levels, innermost first."""
+        """Returns the names of the levels, innermost first."""
         return tuple(level.name for level in self.levels)
 
     def unit(self, rank: int, level: int) -> tuple[int, ...]:
-        """The unit of `level` that `rank` is in: its node at level 0, its rack at level 1, () at the top."""
+        """Returns the unit of a level that a rank is in: its node at level 0, its rack at level 1, () at the top."""
         return self.locations[rank][: self.depth - 1 - level]
 
     def units(self, level: int) -> tuple[tuple[int, ...], ...]:
-        """All units of a level, in the order of their lowest rank."""
+        """Returns all units of a level, in the order of their lowest rank."""
         return tuple(dict.fromkeys(self.unit(rank, level) for rank in range(self.size)))
 
     def ranks(self, unit: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks in a unit, ascending."""
+        """Returns the ranks in a unit, ascending."""
         return tuple(rank for rank, location in enumerate(self.locations) if location[: len(unit)] == unit)
 
     def children(self) -> Mapping[tuple[int, Unit], tuple[Unit, ...]]:
-        """What each unit is made of: `(level, unit)` -> units of the level below, `(rank,)` for each rank of a node.
+        """Returns the parts of every unit: `(level, unit)` -> its units of the level below, `(rank,)` in a node.
 
-        Both in the order of their lowest rank. Read-only: it is worked out once for each set of locations.
+        Keys and values are in the order of their lowest rank. The mapping is read-only, and shared by all clusters with
+        the same locations.
         """
         return self._children
 
@@ -237,46 +261,47 @@ class Cluster:
         return _widest(self.locations)
 
     def widest(self, level: int) -> int:
-        """Children of the largest unit of a level: the most ranks in a node at level 0."""
+        """Returns the number of children of the largest unit of a level: at level 0 the most ranks in one node."""
         return self._widest[level]
 
     @cached_property
     def wide_levels(self) -> tuple[int, ...]:
-        """The levels in use, ascending: those with units of several children."""
+        """Returns the levels in use, ascending: those on which some unit has several children."""
         return tuple(level for level, widest in enumerate(self._widest) if widest > 1)
 
     @property
     def outermost(self) -> int:
-        """The highest level in use; 0 where there is none."""
+        """Returns the highest level in use; 0 if none is."""
         return max(self.wide_levels, default=0)
 
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node, nodes in the order of their lowest rank."""
+        """Returns the ranks of each node, nodes in the order of their lowest rank."""
         return tuple(tuple(rank for (rank,) in below) for (level, _), below in self._children.items() if level == 0)
 
     def node_rank(self, rank: int) -> int:
-        """Index into `nodes` of the node that `rank` is in."""
+        """Returns the index in `nodes` of the node that a rank is in."""
         return next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
 
     def share_a_node(self, members: Iterable[int]) -> bool:
-        """Whether some ranks are all on one node."""
+        """Returns whether all the given ranks are on one node."""
         return len({self.unit(rank, 0) for rank in members}) == 1
 
     def all_apart(self, members: Sequence[int]) -> bool:
-        """Whether no two of some ranks are on one node."""
+        """Returns whether each of the given ranks is on a node of its own."""
         return len({self.unit(rank, 0) for rank in members}) == len(members)
 
     def sums_in_switch(self, members: Sequence[int]) -> bool:
-        """Whether NVSwitches may sum for some ranks: inside the one node of all, or inside each of several.
+        """Returns whether NVSwitches may do the sums inside the nodes of the given ranks.
 
-        True also if nothing rules them out: a pass over the bucket costs less than a ring in the place of the switch.
+        True also if switches are merely possible (`nvls_possible`): an unneeded pass over the bucket costs less than a
+        ring where a switch could have summed. False if each rank is on a node of its own.
         """
         known = self.fabric is not None and self.fabric.nvls
         return (known or self.nvls_possible) and not self.all_apart(members)
 
     def describe(self) -> str:
-        """One line: `2 nodes x 4 ranks`, `3 nodes of 3, 3 and 1 ranks`."""
+        """Returns the cluster in one line: `2 nodes x 4 ranks`, `3 nodes of 3, 3, 1 ranks`."""
         counts = [len(ranks) for ranks in self.nodes]
         word = "node" if len(counts) == 1 else "nodes"
         if len(set(counts)) == 1:
@@ -292,11 +317,14 @@ class Cluster:
 
 
 def uniform_cluster(counts: Sequence[int], levels: Sequence[Level]) -> Cluster:
-    """A cluster whose units of a level are all alike and whose ranks are contiguous.
+    """Returns a cluster whose units of a level are all alike and whose ranks are contiguous.
 
     Args:
-        counts: Ranks a node, nodes a rack, racks a region, ...: innermost first, one for each level.
-        levels: Innermost first.
+        counts: Ranks in a node, nodes in a rack, racks in a region, ...: innermost first, one number for each level.
+        levels: Levels from the innermost to the outermost, as many as `counts` has numbers.
+
+    Raises:
+        ValueError: A count is below 1, or `levels` does not fit `counts`.
     """
     if any(count < 1 for count in counts):
         raise ValueError(f"`counts` is {tuple(counts)}; wanted whole numbers of at least 1")

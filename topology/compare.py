@@ -14,7 +14,7 @@ Facts = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """Where one rank runs."""
+    """Describes the placement of one rank: its node, its GPU and its NIC."""
 
     rank: int
     node: int
@@ -22,15 +22,17 @@ class RankPlacement:
     gpu: int | None = None
     """The driver's number of its GPU; None for a rank on the CPU."""
     nic: str | None = None
-    """Name of the port it sends through (`mlx5_0`); None where nobody chose one."""
+    """Name of the port it sends through (`mlx5_0`); None if none was chosen."""
 
 
 def compare(machines: Sequence[Machine], placements: Sequence[RankPlacement]) -> list[str]:
-    """Returns one sentence per finding; none where all nodes are alike and all ranks are well placed.
+    """Compares the nodes of a cluster and the placement of its ranks; returns one sentence for each finding.
+
+    The list is empty if all nodes are alike and all ranks are well placed.
 
     Args:
-        machines: One per node.
-        placements: One per rank.
+        machines: Descriptions of the nodes, in the order that `RankPlacement.node` counts.
+        placements: Placement of each rank.
 
     Raises:
         IndexError: A placement names a node that is not there.
@@ -49,7 +51,7 @@ def nvlink_domains(machines: Sequence[Machine]) -> list[str]:
     """Returns a sentence per NVLink domain that joins several nodes.
 
     Args:
-        machines: One per node.
+        machines: Descriptions of the nodes; a sentence names them by their index.
     """
     nodes: dict[str, list[int]] = defaultdict(list)
     for index, machine in enumerate(machines):
@@ -64,7 +66,7 @@ def nvlink_domains(machines: Sequence[Machine]) -> list[str]:
 
 
 def _facts(machine: Machine) -> Facts:
-    """Returns what should be the same on all nodes, as text."""
+    """Returns the properties that should be the same on all nodes: title -> value, both as text."""
     labels = Labels(machine)
     paths = [labels.distances.nearest_nics(gpu)[0] for gpu in machine.gpus]
     nvlinks = sorted({labels.link_count(gpu) for gpu in machine.gpus})
@@ -79,12 +81,15 @@ def _facts(machine: Machine) -> Facts:
 
 
 def _counted(names: Iterable[str]) -> str:
-    """Returns `8 x A100, 1 x T4`."""
+    """Returns how often each name occurs, `8 x A100, 1 x T4`; `none` without names."""
     return ", ".join(f"{count} x {name}" for name, count in sorted(Counter(names).items())) or "none"
 
 
 def _differing(machines: Sequence[Machine], names: Sequence[str]) -> list[str]:
-    """Returns a sentence per node and fact that differ from most other nodes."""
+    """Returns a sentence per node and property that differ from the most common value, though it be no majority.
+
+    Of values that are equally common, the first in the order of the nodes is the reference.
+    """
     facts = [_facts(machine) for machine in machines]
     found = []
     for title in facts[0] if facts else ():
@@ -96,7 +101,7 @@ def _differing(machines: Sequence[Machine], names: Sequence[str]) -> list[str]:
 
 
 def _far_from_nic(machines: Sequence[Machine], names: Sequence[str], placements: Sequence[RankPlacement]) -> list[str]:
-    """Returns a sentence per rank whose GPU is farther from its NIC than GPUDirect RDMA or the machine allows."""
+    """Returns a sentence per rank whose GPU has a nearer NIC, or none near enough for GPUDirect RDMA by default."""
     labels = [Labels(machine) for machine in machines]
     found = []
     for place in placements:
@@ -108,13 +113,13 @@ def _far_from_nic(machines: Sequence[Machine], names: Sequence[str], placements:
 
 
 def _gpu(machine: Machine, index: int) -> Gpu | None:
-    """Returns a GPU by the driver's number."""
+    """Returns the GPU with this driver's number, or by position if the driver numbered none; None if there is none."""
     numbered = {gpu.index: gpu for gpu in machine.gpus if gpu.index is not None}
     return numbered.get(index) or (machine.gpus[index] if not numbered and index < len(machine.gpus) else None)
 
 
 def _bad_nic(labels: Labels, gpu: Gpu, port: str | None) -> str | None:
-    """Returns why a GPU's NIC is badly chosen, or None."""
+    """Returns a sentence on why a GPU's NIC is badly chosen; None if it is not, or if no distance is known."""
     best, nearest = labels.distances.nearest_nics(gpu)
     if best is None:
         return None
@@ -131,7 +136,7 @@ def _bad_nic(labels: Labels, gpu: Gpu, port: str | None) -> str | None:
 
 
 def _nic(machine: Machine, port: str) -> Nic | None:
-    """Returns the card with a port of this name."""
+    """Returns the NIC with a port of this name, or None."""
     return next((nic for nic in machine.nics if any(port == own.name for own in nic.ports)), None)
 
 
@@ -179,7 +184,7 @@ def ring_cost(node_of: Mapping[int, int]) -> int:
     """Returns how many edges of a ring in rank order leave the busiest node; 1 is the least possible, 0 is one node.
 
     Args:
-        node_of: Rank -> node.
+        node_of: Rank -> index of its node.
     """
     ranks = sorted(node_of)
     following = [*ranks[1:], *ranks[:1]]
@@ -188,5 +193,5 @@ def ring_cost(node_of: Mapping[int, int]) -> int:
 
 
 def _list(ranks: Sequence[int]) -> str:
-    """Returns rank numbers, shortened after sixteen."""
+    """Returns the first sixteen rank numbers, joined by commas, with `...` if there are more."""
     return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")

@@ -18,14 +18,14 @@ _HIDING = ("", "-1", "NoDevFiles")
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
-    """The GPUs of a process, its device 0 first."""
+    """Lists the GPUs that a process sees, its device 0 first."""
 
     gpus: tuple[Gpu, ...]
-    """Where `unknown`, those that it may be."""
+    """Visible GPUs; if `unknown`, all GPUs that may be among them."""
     unknown: bool = False
-    """Whether nobody can tell which of them they are, or in which order."""
+    """True if the selection or the order of the GPUs cannot be known."""
     why: str = ""
-    """Why that is so, or why there are fewer than the variable names."""
+    """Reason for `unknown`, or for fewer GPUs than the variable names; empty otherwise."""
 
 
 def given_gpus(machine: Machine) -> tuple[Gpu, ...]:
@@ -34,18 +34,21 @@ def given_gpus(machine: Machine) -> tuple[Gpu, ...]:
     In a container, a cgroup or a guest the bus shows more of them than the driver counts.
 
     Args:
-        machine: The machine.
+        machine: This process's machine.
+
+    Returns:
+        The numbered GPUs, lowest number first; all GPUs in bus order if the driver has numbered none.
     """
     numbered = [gpu for gpu in machine.gpus if gpu.index is not None]
     return tuple(sorted(numbered, key=lambda gpu: gpu.index or 0)) or machine.gpus
 
 
 def visible_gpus(machine: Machine, variables: Mapping[str, str]) -> VisibleGpus:
-    """Returns the GPUs that a process sees.
+    """Returns the GPUs that a process sees under its environment variables.
 
     Args:
-        machine: The machine.
-        variables: Those of VARIABLES that are set for the process.
+        machine: The process's machine.
+        variables: Name -> value of those variables in `VARIABLES` that are set for the process.
     """
     given = given_gpus(machine)
     if not given:
@@ -56,7 +59,7 @@ def visible_gpus(machine: Machine, variables: Mapping[str, str]) -> VisibleGpus:
 
 
 def _of_nvidia(given: Sequence[Gpu], variables: Mapping[str, str]) -> VisibleGpus:
-    """Returns what CUDA shows: GPUs by number or by UUID, or one MIG slice alone.
+    """Returns the GPUs that CUDA shows under CUDA_VISIBLE_DEVICES: by number or by UUID, or one with a MIG slice alone.
 
     Source: CUDA C++ programming guide, CUDA environment variables (what stands behind an entry that names no GPU does
     not count; UUIDs may be shortened); PyTorch torch/cuda/__init__.py (an entry that comes twice hides all, a number
@@ -73,7 +76,16 @@ def _of_nvidia(given: Sequence[Gpu], variables: Mapping[str, str]) -> VisibleGpu
 
 
 def _by_number(given: Sequence[Gpu], words: Sequence[str] | None, order: str | None) -> VisibleGpus:
-    """Returns the GPUs that numbers stand for; all where there are none (`words` is None)."""
+    """Returns the GPUs that the entries of CUDA_VISIBLE_DEVICES name by number.
+
+    It stops at the first entry that is no number of a GPU. A number that comes twice leaves no GPU at all. GPUs of
+    several models in CUDA's own order (fastest first) are returned as `unknown`.
+
+    Args:
+        given: GPUs that the process may use, by the driver's numbers.
+        words: Entries of the variable; None if it is not set, and all GPUs are visible then.
+        order: Value of CUDA_DEVICE_ORDER; None if it is not set.
+    """
     numbers = [] if words is not None else list(range(len(given)))
     why = ""
     for word in words or ():
@@ -94,7 +106,16 @@ def _by_number(given: Sequence[Gpu], words: Sequence[str] | None, order: str | N
 
 
 def _by_uuid(given: Sequence[Gpu], words: Sequence[str]) -> VisibleGpus:
-    """Returns the GPUs that UUIDs stand for, of their own or of their MIG slices, whole or their first digits."""
+    """Returns the GPUs that the entries of CUDA_VISIBLE_DEVICES name by UUID.
+
+    An entry is the UUID of a GPU or of one of its MIG slices, or a prefix that only one of them has. It stops at the
+    first entry that matches none or several, and at one of the other kind; a GPU that is named twice leaves no GPU at
+    all. The result is `unknown` if the UUIDs that an entry may mean are not known.
+
+    Args:
+        given: GPUs that the process may use.
+        words: Entries of the variable; the first begins with `GPU-` or `MIG-`.
+    """
     found: list[Gpu] = []
     named = f"`{CUDA}` is {','.join(words)[:_SHOWN_CHARACTERS]}"
     for word in words:
@@ -119,7 +140,7 @@ def _by_uuid(given: Sequence[Gpu], words: Sequence[str]) -> VisibleGpus:
 
 
 def _of_amd(given: Sequence[Gpu], variables: Mapping[str, str]) -> VisibleGpus:
-    """Returns what HIP shows: of the GPUs that ROCR_VISIBLE_DEVICES leaves, those that HIP's own variable names.
+    """Returns the GPUs that HIP shows: of those that ROCR_VISIBLE_DEVICES leaves, those that HIP's variable names.
 
     Source: ROCR-Runtime, amd_filter_device.cpp (numbers or UUIDs, which may be shortened; it ends at the first entry
     that names none, or one again); clr, rocdevice.cpp (HIP_VISIBLE_DEVICES, where that is empty CUDA_VISIBLE_DEVICES).
@@ -145,7 +166,12 @@ def _of_amd(given: Sequence[Gpu], variables: Mapping[str, str]) -> VisibleGpus:
 
 
 def _amd_gpu(left: Sequence[Gpu], word: str) -> Gpu | None:
-    """Returns the GPU that a number or a UUID stands for, in capitals."""
+    """Returns the GPU that an entry names, or None if it names none or several.
+
+    Args:
+        left: GPUs that are still visible.
+        word: Index into `left`, or a UUID or its prefix (`GPU-...`), in capital letters.
+    """
     if word.startswith("G"):
         matches = [gpu for gpu in left if len(word) > 4 and (gpu.uuid or "").upper().startswith(word)]
         return matches[0] if len(matches) == 1 else None

@@ -70,6 +70,8 @@ def peermem_quality(host: Host) -> Finding:
 def dmabuf_quality(host: Host) -> Finding:
     """The links of the dma-buf chain, the first broken one by name.
 
+    The finding names every broken link, in the order of the chain. It fails only where peer memory does not serve in
+    the place of dma-buf; where peer memory serves, broken links are a note.
     Command: `uname -r; grep P2PDMA /boot/config-$(uname -r); modinfo -F license nvidia; ibv_devinfo --version`
     Source: NVIDIA GPU Operator documentation, GPUDirect RDMA; siderolabs/pkgs issue 1356.
     """
@@ -165,10 +167,13 @@ started with EFA and NCCL; aws-ofi-nccl README."""
 
 
 def plugin_below(host: Host) -> bool | None:
-    """Whether a plug-in lies below `--root`, or in a capture; None where no folder of libraries can be seen.
+    """Returns whether a network plug-in of NCCL lies in a library folder below the host's root (`--root`, a capture).
 
     Args:
-        host: The machine.
+        host: The machine as it was read.
+
+    Returns:
+        None if no folder of libraries can be listed, so that the answer is unknown.
     """
     variable = host.setting("LD_LIBRARY_PATH") or ""
     folders = [*(path.lstrip("/") for path in variable.split(":") if path), *_LIBRARY_FOLDERS]
