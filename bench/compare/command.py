@@ -36,12 +36,16 @@ _LAST_LINES = 30
 
 
 def run_emulated(options: argparse.Namespace) -> Measured:
-    """Emulates the cluster, forks the ranks, collects.
+    """Runs the comparison with forked ranks on an emulated cluster and returns its measurements.
+
+    Args:
+        options: Options of the command line, as `options.parse` returns them.
 
     Raises:
-        ValueError: A flag that does not fit.
+        ValueError: A flag has a value that does not fit.
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
+    # Check that the models fit in memory, and choose the scale of a replay.
     nodes = ranks_of_nodes(options)
     if not options.replay:
         check_memory("--megabytes", 2e6 * options.megabytes * sum(nodes), "weights and gradients of all ranks")
@@ -53,6 +57,7 @@ def run_emulated(options: argparse.Namespace) -> Measured:
         if options.order == "contiguous":
             expected = scale.slow_motion * plain_step_seconds(case, sum(nodes), stream)
     link = scale.link(rate)
+    # Emulate the cluster and fork its ranks; rank 0 prints records of JSON, which the collector reads.
     with progress_bar() as progress, EmulatedCluster([1] * len(nodes), f"{link}bit") as cluster:
         lines = PlainLines()
         lines.say(
@@ -87,9 +92,17 @@ def run_emulated(options: argparse.Namespace) -> Measured:
 
 
 def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
-    """Takes part as one of a launcher's ranks; only rank 0 gets the figures.
+    """Runs the comparison as one of the ranks that a launcher started, over the network of these hosts.
 
-    The network is what it is, so a replay is as large and as fast as the real one unless the flags say otherwise.
+    Nothing is scaled down: a replay has the size and speed of the real training unless --factor or --slow-motion is
+    given.
+
+    Args:
+        options: Options of the command line, as `options.parse` returns them.
+        start: Rank, size and launcher of this process.
+
+    Returns:
+        The measurements on rank 0; None on the other ranks.
     """
     world = meet(start, START_TIMEOUT)
     scale = Scale(options.factor or 1, options.slow_motion or 1)
@@ -118,12 +131,12 @@ def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
 
 
 def settings_of(options: argparse.Namespace, scale: Scale, **network: Any) -> CompareSettings:
-    """What all ranks are given.
+    """Returns the settings of a comparison that every rank receives.
 
     Args:
-        options: Of the command line.
-        scale: Of a replay.
-        network: What else `CompareSettings` says of the network.
+        options: Options of the command line, as `options.parse` returns them.
+        scale: How much a replay is shrunk and slowed down; 1 and 1 without a replay.
+        network: Further fields of `CompareSettings`: the rates of the links, and whether mpirun started the ranks.
     """
     same = {name: getattr(options, name) for name in ("model", "replay", "batch", "rounds", "only", "imports")}
     return CompareSettings(nbytes=options.megabytes * 1e6, **same, **asdict(scale), **network)
@@ -133,7 +146,7 @@ def main(argv: list[str]) -> int:
     """Compares and prints the table; returns the exit status: 2 for a bad flag, 1 for a failure.
 
     Args:
-        argv: Options.
+        argv: Words of the command line after `compare`.
     """
     variables = launcher_variables()
     try:

@@ -1,4 +1,4 @@
-"""Who takes part: DDP as it is, torch's hooks, gradwire's plans and compressors, MPI's all_reduce."""
+"""Configurations that are compared: plain DDP, torch's hooks, gradwire's plans and compressors, MPI's all_reduce."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from gradwire.compressors.registry import names
 PLAIN = "plain DDP (gloo)"
 
 PROBE_TIMEOUT = timedelta(seconds=60)
-"""The probe timeout for hooks that issue collectives from callbacks: they may wait for each other for ever."""
+"""Timeout of the process groups of torch's quantization hooks. They issue collectives from callbacks, which can
+deadlock; without a timeout the trial steps would not end."""
 
 Attach = Callable[[DistributedDataParallel, float | None], None]
 """(model, bytes per second of the links) -> registers the hook."""
@@ -30,10 +31,11 @@ class ConfigurationSpec:
     """A configuration before it has a model: a communication hook under a name.
 
     Attributes:
-        name: As the table shows it.
-        attach: Registers its hook on a model of its own.
-        one_bucket: DDP must hand over all gradients at once: torch's PowerSGD and quantization hooks issue collectives
-            from callbacks, whose order between two buckets differs from rank to rank, and gloo then mixes them up.
+        name: Name of the configuration in the table.
+        attach: Function that registers its hook on a DDP model, which no other configuration shares.
+        one_bucket: Whether DDP must put all gradients in one bucket. torch's PowerSGD and quantization hooks issue
+            collectives from callbacks; with several buckets their order differs from rank to rank, and gloo then
+            exchanges data of different buckets.
     """
 
     name: str
@@ -42,7 +44,7 @@ class ConfigurationSpec:
 
 
 def configuration_specs(with_mpi: bool) -> list[ConfigurationSpec]:
-    """Return all configurations, plain DDP first.
+    """Returns all configurations, plain DDP first.
 
     Args:
         with_mpi: Whether mpirun started the ranks, so that MPI's all-reduce can be compared too.
@@ -71,19 +73,19 @@ def configuration_specs(with_mpi: bool) -> list[ConfigurationSpec]:
 
 
 def compressor_names() -> tuple[str, ...]:
-    """What is registered, but for `none`."""
+    """Returns the names of all registered compressors except `none`."""
     return tuple(name for name in names() if name != "none")
 
 
 def select(found: list[ConfigurationSpec], wanted: str | None) -> list[ConfigurationSpec]:
-    """Those whose name contains one of the words, plain DDP always.
+    """Returns the configurations whose name contains one of the words of `--only`, and plain DDP in any case.
 
     Args:
-        found: All.
-        wanted: Words with commas between them; None for all.
+        found: All configurations.
+        wanted: Words separated by commas, compared without regard to case; None for all configurations.
 
     Raises:
-        ValueError: A word is in no name.
+        ValueError: A word is empty, or no name contains it.
     """
     if wanted is None:
         return found
@@ -125,9 +127,9 @@ def _quantization(kind: str) -> Attach:
 
 
 def _mpi_all_reduce(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A bucket averaged by MPI's own all_reduce, as a user of mpi4py would write the hook.
+    """Averages a bucket in place by MPI's own all_reduce, as a user of mpi4py would write the hook.
 
-    DDP compares the annotations themselves: none of them may be a string.
+    The annotations must not be strings, because DDP compares them with its own types.
     """
     mpi = load_mpi()
     flat = bucket.buffer()

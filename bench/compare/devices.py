@@ -11,12 +11,13 @@ from gradwire.topology.readers.affinity import members
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one processor computes at most.
+    """Published peak throughput of one processor.
 
     Attributes:
-        name: As its maker writes it.
-        teraflops: Peak of dense products of 16-bit matrices with sums in 32 bits, in TFLOP/s; of float32 on a CPU.
-        source: Where that is published.
+        name: Name that its maker gives it.
+        teraflops: Peak in TFLOP/s: on a GPU of dense products of 16-bit matrices with sums in 32 bits, on a CPU of
+            float32.
+        source: Publication of the peak.
     """
 
     name: str
@@ -25,11 +26,13 @@ class Device:
 
 
 REFERENCE = Device("A10", 125.0, "NVIDIA A10 data sheet")
-"""The device that `PublicModel.step_seconds` is of."""
+"""Device for which the step times in `PUBLIC_MODELS` are assumed."""
 
 ZEN4_CORE_TERAFLOPS = 0.0864
-"""One core of Zen 4 at 2.7 GHz: two 256-bit fused multiply-adds a cycle, 32 operations. Source: AMD, Software
-Optimization Guide for Zen 4, section 2.10; EPYC 9334 product page (base clock)."""
+"""Peak TFLOP/s in float32 of one core of Zen 4 at 2.7 GHz: two 256-bit fused multiply-adds a cycle, 32 operations.
+
+Source: AMD, Software Optimization Guide for Zen 4, section 2.10; EPYC 9334 product page (base clock).
+"""
 
 DEVICES = (
     Device("T4", 65.0, "NVIDIA T4 data sheet"),
@@ -51,15 +54,17 @@ DEVICES = (
     Device("MI355X", 2516.0, "AMD Instinct MI355X data sheet"),
     Device("Radeon 8060S", 59.0, "AMD Ryzen AI Max+ 395: 40 compute units, 512 operations each, 2.9 GHz"),
 )
-"""In the order in which they are looked for in the name that a driver gives."""
+"""Known GPUs. The first whose name is part of the name that the driver reports is taken, so "H100 PCIe" precedes
+"H100"."""
 
 
 def device_of(machine: Machine, ranks: int) -> Device | None:
-    """Returns what each rank of a machine computes with; None where no figure of it is known.
+    """Returns the device on which each rank of a machine computes; None if its peak is not known.
 
     Args:
-        machine: One of the nodes.
-        ranks: Of that node; without GPUs they share its cores.
+        machine: Topology of a node. With GPUs its first GPU is taken; without, an equal share of its cores, which are
+            all taken for Zen 4.
+        ranks: Number of ranks of that node.
     """
     if not machine.gpus:
         cores = sum(len(members(cpu.cores or "")) for cpu in machine.cpus) / ranks
@@ -70,14 +75,14 @@ def device_of(machine: Machine, ranks: int) -> Device | None:
 
 
 def on_machine(model: PublicModel, machine: Machine, ranks: int) -> PublicModel:
-    """Return the model with the step time assumed for a machine, and a text that says that it is assumed.
+    """Returns the model with the step time assumed for a machine, and a text that says that it is assumed.
 
     The step time of the reference device is scaled by the ratio of the peak rates: both are assumed to reach the
     same share of their peaks.
 
     Args:
         model: Model of the table, with the step time of the reference device.
-        machine: One of the nodes.
+        machine: Topology of a node; if its device is not known, the step time stays that of the reference device.
         ranks: Number of ranks of that node.
     """
     device = device_of(machine, ranks)
@@ -91,11 +96,11 @@ def on_machine(model: PublicModel, machine: Machine, ranks: int) -> PublicModel:
 
 
 def all_on_machine(models: Sequence[PublicModel], machine: Machine, ranks: int) -> list[PublicModel]:
-    """Returns several models as `on_machine` does.
+    """Returns the models with the step times assumed for a machine, each as `on_machine` computes it.
 
     Args:
-        models: Which.
-        machine: One of the nodes.
-        ranks: Of that node.
+        models: Models of the table, with the step times of the reference device.
+        machine: Topology of a node.
+        ranks: Number of ranks of that node.
     """
     return [on_machine(model, machine, ranks) for model in models]

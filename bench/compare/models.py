@@ -1,4 +1,4 @@
-"""Models of a requested size in plain torch, and batches for them, on which all configurations train."""
+"""Models of a requested size in plain torch with random batches, which all configurations train."""
 
 from collections.abc import Callable
 
@@ -13,23 +13,24 @@ BATCHES = 4
 feedback does not see the same gradient in each step."""
 
 _WIDTH, _SAMPLES, _CONTEXT = 256, 4, 32
-"""The width of layers, where the wanted size is about a number of them."""
+"""Usual width of a layer, samples of a batch, and length of a sequence."""
 _CHANNELS, _PIXELS = 128, 8
 FEW_LAYERS = 4
-"""Layers from which on their number comes near enough to a size, and widths stay multiples of 16."""
+"""Least number of layers for which widths are multiples of 16; with fewer they are multiples of 4, to come nearer to
+the wanted size."""
 _OUTPUTS = 32
 
 BatchLoss = Callable[[nn.Module, int], Tensor]
-"""(model, number of the batch) -> loss of this rank's batch."""
+"""Function (model, number of the step) -> loss on this rank's batch of that step."""
 
 
 def _layers(nbytes: float, weights: int, width: int) -> tuple[int, int]:
-    """How many layers, and how wide, so that the gradients come near a size: where layers are few, their width helps.
+    """Returns the number of layers and their width with which the gradients come near a size.
 
     Args:
-        nbytes: Wanted size of all gradients.
-        weights: Of a layer, in squares of its width.
-        width: Of a layer where many of them make up the size.
+        nbytes: Wanted size of all gradients, in bytes of float32.
+        weights: Number of a layer's weights, divided by the square of its width.
+        width: Usual width of a layer, from which the number of layers follows; the width is then fitted to the size.
     """
     layers = max(1, round(nbytes / (4 * weights * width * width)))
     step = 16 if layers >= FEW_LAYERS else 4
@@ -71,17 +72,20 @@ _BUILDERS: dict[str, Callable[[float], tuple[nn.Module, tuple[int, ...]]]] = {
     "cnn": _cnn,
     "linear": _linear,
 }
-"""Each returns a model and the shape of a batch."""
+"""Name of a model -> function from the gradients' size in bytes to a model and the shape of a batch."""
 MODELS = tuple(_BUILDERS)
 
 
 def build(name: str, nbytes: float, rank: int) -> tuple[nn.Module, BatchLoss]:
-    """A model with about `nbytes` of float32 gradients, the same on all ranks, and this rank's batches.
+    """Builds a model with about `nbytes` of float32 gradients, with the same weights on all ranks.
 
     Args:
-        name: One of `MODELS`.
-        nbytes: Wanted size of all gradients.
-        rank: Seeds the batches.
+        name: Name of the model, one of `MODELS`.
+        nbytes: Wanted size of all gradients, in bytes.
+        rank: Rank of this process, the seed of its batches.
+
+    Returns:
+        The model, and a function that computes its loss on this rank's batch of a step.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

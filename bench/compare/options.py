@@ -20,15 +20,18 @@ from gradwire.bench.terminal import add_json_option
 from gradwire.topology.readers.small_files import names_in
 
 REPLAY_CONFIGURATIONS = "gradwire hier,gradwire fp16,gradwire powersgd,gradwire onebit"
-"""What a replay compares with plain DDP unless --only says otherwise: every step is slow there."""
+"""Value of --only with --replay if the user gives none: few configurations, because each step of a replay is slow."""
 
 _MOST = 10**6
-"""The least of whole numbers is 1; how many nodes and ranks one machine can emulate is checked where it has to."""
+"""Upper limit of whole-number options; the lower one is 1. The emulation checks how many nodes and ranks it can run."""
 _LEAST_MEGABYTES, _MOST_MEGABYTES = 1e-3, 1e6
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Reads the command line, fills in defaults that depend on each other, and checks what argparse cannot.
+    """Parses the command line, fills in defaults that depend on each other, and checks what argparse cannot.
+
+    Args:
+        argv: Words of the command line after `compare`.
 
     Raises:
         ValueError: A value does not fit; the message names the flag.
@@ -57,10 +60,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Makes sure, on the rank that writes, that every file can be written.
+    """Checks before the measurements that the files of `--json` and `--plot` can be written.
+
+    Args:
+        options: Options of the command line, as `parse` returns them.
 
     Raises:
-        ValueError: One cannot.
+        ValueError: A file cannot be written, or matplotlib is missing.
     """
     check_output("--json", options.json)
     check_output("--plot", options.plot)

@@ -1,7 +1,7 @@
-"""Public models by name: the shapes of their gradients, and a computation time to set the network against.
+"""Public models by name: the shapes of their gradients, and an assumed computation time of a step.
 
 Shapes are written out from the models' published configurations, so nothing is downloaded. The computation time is an
-assumption, stated with each model; it is for one GPU of the kind that stands in a PCIe server (A10, RTX 4090).
+assumption, which outputs state; it is for one GPU as PCIe servers have it (A10, RTX 4090).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ class PublicModel:
     """A model that many people train.
 
     Attributes:
-        name: As `--model` takes it.
-        title: As the table has it.
-        shapes: Of all parameters that have a gradient, in the order of the model.
-        step_seconds: Forward, backward and optimizer of one GPU without communication; an assumption.
-        batch: What one GPU takes in that time.
-        assumed: For which device the time is, and from what, in words; empty for the reference device's own.
+        name: Value of `--model`.
+        title: Name of the model in tables.
+        shapes: Name and shape of each parameter that has a gradient, in the order of the model.
+        step_seconds: Assumed seconds of a step on one GPU without communication: forward, backward and optimizer.
+        batch: Samples or tokens of one GPU in one step, in words.
+        assumed: Sentence on the device for which `step_seconds` is assumed; empty for the reference device's own time.
     """
 
     name: str
@@ -33,12 +33,12 @@ class PublicModel:
 
     @property
     def numel(self) -> int:
-        """Trained parameters."""
+        """Number of trained parameters, in elements."""
         return sum(prod(shape) for _, shape in self.shapes)
 
     @property
     def backward_seconds(self) -> float:
-        """Two thirds of a step: backward is twice forward, and the optimizer is left out.
+        """Seconds of the backward pass: two thirds of a step, as it takes twice the forward pass (optimizer left out).
 
         Source: Kaplan et al., "Scaling Laws for Neural Language Models", arXiv:2001.08361, section 2.1.
         """
@@ -46,17 +46,17 @@ class PublicModel:
 
 
 def linear(name: str, outputs: int, inputs: int, *, bias: bool = True) -> Shapes:
-    """A linear layer's parameters."""
+    """Returns the names and shapes of a linear layer's parameters."""
     return [(f"{name}.weight", (outputs, inputs)), *([(f"{name}.bias", (outputs,))] if bias else [])]
 
 
 def norm(name: str, width: int) -> Shapes:
-    """A norm's parameters."""
+    """Returns the names and shapes of a normalization layer's scale and bias."""
     return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
 
 
 def _gpt2(width: int = 768, layers: int = 12, vocabulary: int = 50257, context: int = 1024) -> Shapes:
-    """GPT-2's small model; the head shares the embedding's weight.
+    """Returns the shapes of GPT-2's small model, whose head shares the embedding's weight.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2.
     """
@@ -74,7 +74,7 @@ _LLAMA_WIDTH, _LLAMA_LAYERS, _LLAMA_FEED_FORWARD, _LLAMA_KEYS, _LLAMA_VOCABULARY
 
 
 def _llama_linears(layer: int) -> Iterator[tuple[str, int, int]]:
-    """(name, outputs, inputs) of the linear layers of a block."""
+    """Yields (name, outputs, inputs) of each linear layer of a block."""
     width, keys, hidden = _LLAMA_WIDTH, _LLAMA_KEYS, _LLAMA_FEED_FORWARD
     at = f"layers.{layer}"
     yield from ((f"{at}.q_proj", width, width), (f"{at}.k_proj", keys, width), (f"{at}.v_proj", keys, width))
@@ -92,18 +92,21 @@ def _llama() -> Shapes:
 
 
 def _adapter(name: str, outputs: int, inputs: int, rank: int) -> Shapes:
-    """The two factors of a LoRA adapter. Source: Hu et al., "LoRA", arXiv:2106.09685, section 4.1."""
+    """Returns the shapes of the two factors of a LoRA adapter.
+
+    Source: Hu et al., "LoRA", arXiv:2106.09685, section 4.1.
+    """
     return [(f"{name}.lora_a", (rank, inputs)), (f"{name}.lora_b", (outputs, rank))]
 
 
 def _llama_lora(rank: int = 16) -> Shapes:
-    """Adapters of all linear layers of all blocks."""
+    """Returns the shapes of the LoRA adapters of all linear layers of all blocks of Llama."""
     layers = range(_LLAMA_LAYERS)
     return [shape for layer in layers for each in _llama_linears(layer) for shape in _adapter(*each, rank)]
 
 
 def resnet50(classes: int = 1000) -> Shapes:
-    """25,557,032 parameters.
+    """Returns the shapes of ResNet-50's parameters, 25,557,032 elements with 1000 classes.
 
     Source: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385, table 1.
     """
@@ -123,7 +126,8 @@ def resnet50(classes: int = 1000) -> Shapes:
 
 
 _SDXL_TRANSFORMERS = ((640, 2 * 2 + 3 * 2), (1280, 2 * 10 + 10 + 3 * 10))
-"""(width, transformer layers) of SDXL's U-Net: on the way down, in the middle, on the way up.
+"""(width, number of transformer layers of that width) of SDXL's U-Net: the sums are over its way down, its middle and
+its way up.
 
 Source: Podell et al., "SDXL", arXiv:2307.01952, table 1 ([0, 2, 10] transformer blocks; width 320 times 1, 2, 4).
 """
@@ -131,7 +135,10 @@ _SDXL_CONTEXT = 2048
 
 
 def _sdxl_lora(rank: int = 16) -> Shapes:
-    """Adapters of the queries, keys, values and outputs of both attentions of each transformer layer."""
+    """Returns the shapes of SDXL's LoRA adapters.
+
+    Each transformer layer has two attentions, and each of these an adapter for queries, keys, values and outputs.
+    """
     shapes: Shapes = []
     for width, layers in _SDXL_TRANSFORMERS:
         for layer in range(layers):

@@ -1,4 +1,4 @@
-"""One rank of `gradwire compare`: makes the configurations, lets them take turns, reports in lines of JSON."""
+"""One rank of `gradwire compare`: it builds the configurations, times them in turns, and reports in lines of JSON."""
 
 import copy
 import json
@@ -21,29 +21,31 @@ from gradwire.bench.emulation.fork import ForkedRank
 WARMUP_ROUNDS = 1
 
 PROBE_STEPS = 3
-"""Steps before the rounds: DDP rebuilds its buckets after the first, torch's PowerSGD starts in the third."""
+"""Trial steps of each configuration before the rounds: DDP rebuilds its buckets after the first, and torch's PowerSGD
+starts in the third."""
 
 REPLAY_PROBE_STEPS = 2
-"""A step of a replay lasts seconds: these make all connections and buckets, and no warm-up round follows."""
+"""Trial steps of each configuration of a replay, whose steps last seconds: these two make all connections and buckets,
+and no warm-up round follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompareSettings:
-    """What all ranks are given.
+    """Settings of a comparison, the same on all ranks.
 
     Attributes:
-        model: One of `models.MODELS`; unused with a replay.
-        nbytes: Wanted size of the gradients; unused with a replay.
+        model: Name of a model, one of `models.MODELS`; unused with a replay.
+        nbytes: Wanted size of the gradients, in bytes; unused with a replay.
         replay: Name or file of a replay case; None for a model that computes.
-        factor: Of the replay: gradients and buckets are 1/factor.
-        slow_motion: Of the replay: waits last so many times as long.
+        factor: Divisor of the sizes of a replay's gradients and buckets.
+        slow_motion: Multiplier of the duration of a replay's waits.
         batch: Samples per GPU and step of a built-in replay; None for its default.
-        rounds: Timed rounds.
-        only: Words to select the configurations; None for all.
-        bytes_per_second: Of the links; None where they have no limit.
-        stream_bytes_per_second: Of one connection between nodes; None where it has no limit of its own.
-        with_mpi: The ranks come from mpirun.
-        imports: Modules that register codecs of the user's own.
+        rounds: Number of timed rounds.
+        only: Words of `--only`, which select the configurations; None for all.
+        bytes_per_second: Rate of the links; None if they have no limit.
+        stream_bytes_per_second: Rate of one connection between nodes; None if it has no limit of its own.
+        with_mpi: Whether mpirun started the ranks.
+        imports: Modules to import, which register compressors of the user's own.
     """
 
     model: str
@@ -61,11 +63,11 @@ class CompareSettings:
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """A rank forked on an emulated node.
+    """Runs the comparison in a rank that was forked on an emulated node; returns the exit status 0.
 
     Args:
-        place: Where.
-        arguments: A `CompareSettings` as JSON.
+        place: Rank and node of this process, which connects it to the others.
+        arguments: A list of one item, a `CompareSettings` as JSON.
     """
     place.connect()
     compare(CompareSettings(**json.loads(arguments[0])), place.interface, lambda text: print(text, flush=True))
@@ -74,24 +76,27 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def compare(settings: CompareSettings, interface: str | None, line: Callable[[str], None]) -> None:
-    """Runs everything in the default process group.
+    """Tries and times all configurations in the default process group. Collective.
 
     Args:
-        settings: The same on all ranks.
-        interface: The network card whose bytes are counted; None where there is none to count.
-        line: Called on rank 0 with a record as a line of JSON: sizes, turns taken, configurations that fail, figures.
+        settings: Settings of the comparison, the same on all ranks.
+        interface: Name of the network interface whose bytes are counted; None to count none.
+        line: Callback on rank 0 with a record as a line of JSON: the gradients' size, a finished turn, a configuration
+            that does not run, or the measurements of one that does.
     """
 
     def say(record: dict[str, object]) -> None:
         if dist.get_rank() == 0:
             line(json.dumps(record))
 
+    # Build the model, and compute the exact gradients with which the configurations' are compared.
     torch.set_num_threads(1)
     import_modules(settings.imports)
     model, loss = _model(settings)
     references = None if settings.replay else _references(model, loss)
     gradient_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     say({"gradient_nbytes": gradient_nbytes})
+    # Try each configuration for a few steps; those that fail on any rank are reported and left out.
     running: list[Configuration] = []
     judges: list[_Judge] = []
     specs = select(configuration_specs(settings.with_mpi), settings.only)
@@ -104,6 +109,7 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
             continue
         running.append(configuration)
         judges.append(judge)
+    # Time the others in turns, step by step, and report their measurements.
     if settings.stream_bytes_per_second is not None:
         limit_streams(settings.stream_bytes_per_second)
     seconds_of = {configuration.name: configuration.seconds for configuration in running}
@@ -137,10 +143,13 @@ def _start() -> Tensor:
 
 
 class _Judge:
-    """Compares a configuration's gradients with the exact mean; the error is the same on all ranks but for rounding.
+    """Comparison of a configuration's gradients with the exact mean over the ranks.
+
+    All ranks compute the same error up to rounding.
 
     Args:
-        references: Of each batch, the mean gradient in float64; None where gradients mean nothing.
+        references: Mean gradient of all ranks for each batch, flattened, in float64; None to compare nothing (a
+            replay).
     """
 
     def __init__(self, references: list[Tensor] | None) -> None:
@@ -148,13 +157,18 @@ class _Judge:
         self._errors: list[float] = []
 
     def look(self, model: nn.Module, number: int) -> None:
-        """Books the relative error of the gradients after step `number`."""
+        """Records the relative error of the model's gradients, except in the warm-up round and without references.
+
+        Args:
+            model: Model whose `grad` fields hold the averaged gradients.
+            number: Number of the step, which says what batch it had.
+        """
         if self._references is not None and number >= WARMUP_ROUNDS:
             wanted = self._references[number % BATCHES]
             self._errors.append(float((_gradients(model) - wanted).norm() / wanted.norm()))
 
     def error(self) -> float | None:
-        """Mean over the timed rounds; None where nothing was compared."""
+        """Returns the mean relative error over the timed rounds; None if nothing was compared."""
         return sum(self._errors) / len(self._errors) if self._errors else None
 
 
@@ -179,7 +193,14 @@ def _references(model: nn.Module, loss: BatchLoss) -> list[Tensor]:
 def _enter(
     spec: ConfigurationSpec, settings: CompareSettings, model: nn.Module, loss: BatchLoss, judge: _Judge
 ) -> Configuration | str:
-    """Builds a configuration with its own model and tries some steps; the reason instead if it fails on any rank."""
+    """Builds a configuration with its own copy of the model, and tries it for a few steps. Collective.
+
+    Returns:
+        The configuration; if it failed on any rank, the reason as text.
+
+    Raises:
+        RuntimeError: Plain DDP failed, with which all others are compared.
+    """
     # The copies are alike already, and a broadcast to dozens of ranks over a slow link takes longer than a round.
     own = DistributedDataParallel(
         copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(spec, settings, model), init_sync=False
@@ -207,7 +228,7 @@ def _enter(
 
 
 def _bucket_megabytes(spec: ConfigurationSpec, settings: CompareSettings, model: nn.Module) -> float | None:
-    """The value of DDP's `bucket_cap_mb`; None leaves it alone."""
+    """Returns the value of DDP's `bucket_cap_mb` for a configuration; None for DDP's default."""
     if spec.one_bucket:
         return 2 * sum(parameter.nbytes for parameter in model.parameters()) / 2**20 + 1
     return Scale(settings.factor, settings.slow_motion).bucket_megabytes if settings.replay else None

@@ -1,16 +1,16 @@
-"""A training step without its GPU: the real parameters, in the real order, with the computation as timed waits.
+"""Replays of training steps without GPUs: the real parameters in the real order, with the computation as timed waits.
 
-Three parts follow each other here: the parameters of well-known networks (names and shapes alone; a test holds each to
-its published number), the model that replays them, and the scale that makes it fit a small machine.
+This module has three parts: the parameters of well-known networks (names and shapes only; a test compares their number
+with the published one), the model that replays them, and the scale that makes a replay fit a small machine.
 
-What is assumed, and stated with every result: a third of the step is the forward pass, two thirds the backward pass,
-spread evenly over the weight matrices (biases and norms come for free), gradients arriving from the last layer to the
-first. The optimizer's time is left out.
+Every result states these assumptions: a third of the step is the forward pass, and two thirds are the backward pass,
+divided evenly among the weight matrices (biases and norms take no time). Gradients become ready from the last layer to
+the first. The optimizer's time is left out.
 
-The scale is less of everything by one factor, in slow motion. Gradients have 1/F of their elements, DDP's buckets and
-the links 1/F of theirs: every ratio of seconds stays. What does not shrink is what a message costs a processor, and
-dozens of ranks share a few cores here. So everything also lasts T times as long: waits T times, links 1/T of the rate,
-until that cost is small beside them.
+A replay is scaled in two ways. By `factor` F, gradients have 1/F of their elements, and DDP's buckets and the links 1/F
+of their size and rate, so that every ratio of times stays the same. The processor time of a message does not shrink
+with F, and dozens of ranks share a few cores here. By `slow_motion` T, therefore, waits last T times as long and links
+have 1/T of the rate, with T so large that the messages' processor time is a small part of a step.
 """
 
 import json
@@ -37,7 +37,10 @@ def _convolution(name: str, outputs: int, inputs: int, kernel: int) -> Iterator[
 
 
 def vgg16() -> Iterator[Shape]:
-    """138,357,544 parameters. Source: Simonyan and Zisserman, Very Deep Networks (ICLR 2015), table 1, column D."""
+    """Yields the shapes of VGG-16's 138,357,544 parameters.
+
+    Source: Simonyan and Zisserman, Very Deep Networks (ICLR 2015), table 1, column D.
+    """
     inputs = 3
     for number, width in enumerate((64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)):
         yield from _convolution(f"layer{number}", width, inputs, 3)
@@ -48,7 +51,10 @@ def vgg16() -> Iterator[Shape]:
 
 
 def bert_base() -> Iterator[Shape]:
-    """109,482,240 parameters: encoder and pooler, without heads. Source: Devlin et al. (NAACL 2019), section 3."""
+    """Yields the shapes of BERT base's 109,482,240 parameters: encoder and pooler, without heads.
+
+    Source: Devlin et al. (NAACL 2019), section 3.
+    """
     width = 768
     yield "words.weight", (30522, width)
     yield "positions.weight", (512, width)
@@ -65,7 +71,10 @@ def bert_base() -> Iterator[Shape]:
 
 
 def swin_t() -> Iterator[Shape]:
-    """28,288,354 parameters. Source: Liu et al., Swin Transformer (ICCV 2021), section 3.3 (Swin-T), window 7."""
+    """Yields the shapes of Swin-T's 28,288,354 parameters.
+
+    Source: Liu et al., Swin Transformer (ICCV 2021), section 3.3 (Swin-T), window 7.
+    """
     width, window = 96, 7
     yield from _convolution("patches", width, 3, 4)
     yield from norm("patches.norm", width)
@@ -93,11 +102,11 @@ SHAPES: dict[str, Callable[[], Iterable[Shape]]] = {
     "vgg16": vgg16,
     "swin_t": swin_t,
 }
-"""Name that `--replay` takes -> what yields the shapes of its parameters."""
+"""Name of a network for `--replay` -> function that yields the names and shapes of its parameters."""
 
 
 FORWARD_SHARE = 1 / 3
-"""A backward pass computes two products for each one of the forward pass."""
+"""Share of a step that the forward pass takes: the backward pass computes two matrix products for each of its own."""
 
 TIMM = (
     "timm results/benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv (huggingface/pytorch-image-models): one RTX 3090, "
@@ -118,18 +127,18 @@ _PUBLISHED = {
 
 _MOST_STEP_SECONDS = 3600
 _MOST_CASE_NBYTES = 10**13
-"""Bounds of a file's case: a step of an hour, gradients of 2.5 * 10^12 parameters."""
+"""Upper bounds for a case from a file: a step of an hour, and the gradients of 2.5 * 10^12 parameters in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCase:
-    """One network's step on one GPU.
+    """A network to replay: its parameters and the time of its training step on one GPU.
 
     Attributes:
-        name: Of the network.
-        parameters: Names and shapes in the order of the layers.
-        step_seconds: Forward and backward pass on one GPU.
-        source: Where that was published.
+        name: Name of the network, for titles.
+        parameters: Name and shape of each parameter, in the order of the layers.
+        step_seconds: Seconds of a forward and a backward pass on one GPU.
+        source: Publication of `step_seconds`, which the report cites.
     """
 
     name: str
@@ -139,19 +148,21 @@ class ReplayCase:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all gradients in float32."""
+        """Total bytes of the gradients in float32."""
         return 4 * sum(math.prod(shape) for _, shape in self.parameters)
 
 
 def load_case(name: str, batch: int | None = None) -> ReplayCase:
-    """A built-in case, or one from a file.
+    """Returns the built-in case with this name, or reads one from a file.
 
     Args:
         name: One of `SHAPES`, or a JSON file `{"name", "source", "step_seconds", "parameters": [[name, [2, 3]], ...]}`.
-        batch: Samples per GPU and step of a built-in case.
+        batch: Samples per GPU and step of a built-in case, which scale its step time; None for the published number.
+            Ignored for a file.
 
     Raises:
-        ValueError: Neither, or the file lacks something.
+        ValueError: `name` is no built-in case and no readable .json file, or the file lacks a field or has one out of
+            bounds.
     """
     if name in SHAPES:
         rate, samples, source = _PUBLISHED[name]
@@ -181,11 +192,19 @@ def load_case(name: str, batch: int | None = None) -> ReplayCase:
 
 
 class ReplayLayer(torch.autograd.Function):
-    """Passes a number on; its backward pass waits, then hands out the parameter's gradient."""
+    """Autograd function that stands for a layer: forward returns its input, backward waits and yields a gradient."""
 
     @staticmethod
     def forward(ctx: "_Context", x: Tensor, parameter: Tensor, gradient: Tensor, seconds: float) -> Tensor:
-        """Returns `x`; keeps the gradient, and how long the backward pass lasts."""
+        """Returns a view of `x`, and stores in `ctx` what the backward pass needs.
+
+        Args:
+            ctx: Context of autograd.
+            x: Scalar that connects the layers.
+            parameter: Parameter of the layer, which makes autograd ask for its gradient.
+            gradient: Gradient that the backward pass returns for `parameter`.
+            seconds: Time that the backward pass waits.
+        """
         ctx.gradient, ctx.seconds = gradient, seconds
         return x.view_as(x)
 
@@ -198,20 +217,20 @@ class ReplayLayer(torch.autograd.Function):
 
 
 class _Context:
-    """What a layer remembers."""
+    """Autograd context of a `ReplayLayer`: the values that its forward pass keeps for its backward pass."""
 
     gradient: Tensor
     seconds: float
 
 
 class ReplayModel(nn.Module):
-    """The parameters of a case, 1/factor of each, and its waits in slow motion.
+    """Module with the parameters of a case, shrunk, whose passes wait instead of computing.
 
     Args:
-        case: What to replay.
-        factor: By which the gradients are smaller.
-        slow_motion: How many times as long the waits last.
-        rank: Seeds the gradients, which differ between the ranks.
+        case: Network to replay.
+        factor: Divisor of the number of elements of each parameter.
+        slow_motion: Multiplier of the duration of all waits.
+        rank: Rank of this process, the seed of its random gradients.
     """
 
     def __init__(self, case: ReplayCase, factor: int, slow_motion: int, rank: int) -> None:
@@ -225,7 +244,7 @@ class ReplayModel(nn.Module):
         self.backward_seconds = spread(shapes, seconds * (1 - FORWARD_SHARE))
 
     def forward(self, start: Tensor) -> Tensor:
-        """Waits for the forward pass and returns a number whose backward pass replays the layers.
+        """Waits as long as the forward pass lasts, and returns a scalar whose backward pass replays the layers.
 
         Args:
             start: A scalar that requires a gradient.
@@ -237,7 +256,12 @@ class ReplayModel(nn.Module):
 
 
 def shrink(shape: Sequence[int], factor: int) -> tuple[int, ...]:
-    """A shape with about 1/factor of the elements: the first dimensions shrink, to no less than 1."""
+    """Returns a shape with about 1/factor of the elements: the first dimensions shrink, each to no less than 1.
+
+    Args:
+        shape: Sizes of a parameter.
+        factor: Divisor of the number of elements.
+    """
     left, sizes = factor, []
     for size in shape:
         smaller = max(1, round(size / left))
@@ -247,38 +271,47 @@ def shrink(shape: Sequence[int], factor: int) -> tuple[int, ...]:
 
 
 def spread(shapes: Sequence[tuple[int, ...]], seconds: float) -> list[float]:
-    """Each parameter's share of the backward pass: matrices alike, the rest nothing."""
+    """Divides the time of the backward pass equally among the parameters of two or more dimensions.
+
+    Args:
+        shapes: Shapes of the parameters.
+        seconds: Duration of the backward pass.
+
+    Returns:
+        Seconds for each parameter, in the order of `shapes`; 0 for those of one dimension.
+    """
     matrices = sum(len(shape) > 1 for shape in shapes)
     return [seconds / matrices if len(shape) > 1 else 0.0 for shape in shapes]
 
 
 MOST_GRADIENT_NBYTES = 9_000_000
-"""Most bytes of scaled gradients: with 32 ranks and five configurations the buffers then take some 5 GB."""
+"""Upper limit of a rank's scaled gradients, in bytes: the buffers of 32 ranks and five configurations then take some
+5 GB."""
 
 MESSAGE_SECONDS = 130e-6
-"""Processor time of one message of gloo's ring, all included: 16 or 32 ranks on one machine, 60 B to 25 KB alike.
+"""Processor time of sending and receiving one message of gloo's ring on this machine, for messages of 60 B to 25 KB.
 
 Measured: all_reduce without a limited link, AMD EPYC, 2 cores, torch 2.13.0, 2026-11-21: 104 to 135 us at 16 ranks, 128
 to 142 us at 32.
 """
 
 MESSAGE_SHARE = 1 / 6
-"""A step of plain DDP shall last so long that its messages, if nothing hides them, take this part of it."""
+"""Share of a replayed step of plain DDP that its messages' processor time may take; slow motion is chosen by it."""
 
 LEAST_STEP_SECONDS, MOST_STEP_SECONDS = 4.0, 11.0
-"""Bounds of that: four steps of each of five configurations take three minutes at most."""
+"""Bounds of a replayed step of plain DDP: four steps of each of five configurations take four minutes at most."""
 
 DDP_BUCKET_MEGABYTES = 25.0
-"""Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb."""
+"""DDP's default bucket size in MiB. Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is smaller and what is slower.
+    """How much a replay is shrunk and slowed down.
 
     Attributes:
-        factor: Gradients, buckets and links have 1/factor of their bytes.
-        slow_motion: Everything lasts so many times as long.
+        factor: Divisor of the sizes of gradients and buckets, and of the rates of links.
+        slow_motion: Multiplier of the duration of waits, and divisor of the rates of links.
     """
 
     factor: int = 1
@@ -286,21 +319,28 @@ class Scale:
 
     @property
     def bucket_megabytes(self) -> float:
-        """The value of DDP's `bucket_cap_mb` that makes as many buckets as the whole network has."""
+        """Value of DDP's `bucket_cap_mb` with which the shrunk network has as many buckets as the real one."""
         return DDP_BUCKET_MEGABYTES / self.factor
 
     def link(self, bits_per_second: int) -> int:
-        """Rate of an emulated link or connection that stands for one of `bits_per_second`."""
+        """Returns the rate, in bits per second, of the emulated link or connection that replaces a real one.
+
+        Args:
+            bits_per_second: Rate of the real link or connection.
+        """
         return bits_per_second // (self.factor * self.slow_motion)
 
 
 def plain_step_seconds(case: ReplayCase, ranks: int, bits_per_second: int) -> float:
-    """Return the predicted seconds of a real step of plain DDP: a flat ring, from the first bucket of backward on.
+    """Returns the predicted seconds of a step of plain DDP on the real network, without any scale.
+
+    The model is a ring all-reduce over all ranks that overlaps the whole backward pass: the step lasts as long as the
+    forward pass and the longer of the two.
 
     Args:
-        case: What is replayed.
-        ranks: In all, placed node by node.
-        bits_per_second: That the ring reaches between two nodes.
+        case: Network that is replayed.
+        ranks: Number of all ranks, which are numbered node by node.
+        bits_per_second: Rate of the ring between two nodes.
 
     Source: docs/explanation/plans.md for the ring's bytes.
     """
@@ -309,7 +349,13 @@ def plain_step_seconds(case: ReplayCase, ranks: int, bits_per_second: int) -> fl
 
 
 def count_buckets(case: ReplayCase) -> int:
-    """Buckets that DDP makes of a network: it closes one as soon as it holds the cap or more."""
+    """Returns the number of buckets into which DDP divides a network's gradients at its default bucket size.
+
+    DDP closes a bucket as soon as its gradients reach the size or exceed it.
+
+    Args:
+        case: Network that is replayed.
+    """
     buckets, held = 0, 0
     for _, shape in reversed(case.parameters):
         held += 4 * math.prod(shape)
@@ -319,23 +365,29 @@ def count_buckets(case: ReplayCase) -> int:
 
 
 def message_seconds(case: ReplayCase, ranks: int) -> float:
-    """What the messages of a step of plain DDP cost when all ranks share this machine's processors.
+    """Returns the seconds that this machine's processors need for the messages of one step of plain DDP.
 
-    gloo's ring has 2(n-1) rounds, in each of which every rank sends two messages. Source: gloo, allreduce.cc (ring).
+    All ranks share the processors that this process may use. gloo's ring has 2(n-1) rounds, in each of which every rank
+    sends two messages. Source: gloo, allreduce.cc (ring).
+
+    Args:
+        case: Network that is replayed.
+        ranks: Number of all ranks.
     """
     messages = count_buckets(case) * 2 * (ranks - 1) * 2 * ranks
     return messages * MESSAGE_SECONDS / len(os.sched_getaffinity(0))
 
 
 def fit_scale(case: ReplayCase, ranks: int, bits_per_second: int, factor: int | None, slow_motion: int | None) -> Scale:
-    """Return how much a replay on emulated nodes shrinks gradients and slows time down.
+    """Returns the scale of a replay on emulated nodes; values that the user left out are chosen here.
 
     Args:
-        case: What is replayed.
-        ranks: In all.
-        bits_per_second: That a ring of all ranks reaches between two real nodes.
-        factor: As the user wants it; None: the smallest power of two that leaves `MOST_GRADIENT_NBYTES`.
-        slow_motion: As the user wants it; None: what keeps the messages' part to `MESSAGE_SHARE`, within the bounds.
+        case: Network that is replayed.
+        ranks: Number of all ranks.
+        bits_per_second: Rate between two real nodes of a ring over all ranks.
+        factor: Value of `--factor`; None for the smallest power of two that leaves at most `MOST_GRADIENT_NBYTES`.
+        slow_motion: Value of `--slow-motion`; None for the one at which messages take `MESSAGE_SHARE` of a step, with
+            the step between `LEAST_STEP_SECONDS` and `MOST_STEP_SECONDS`.
     """
     if factor is None:
         factor = 1

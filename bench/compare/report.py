@@ -1,4 +1,4 @@
-"""What a comparison found, and what it leaves behind: a table, a file of JSON, a picture."""
+"""Results of a comparison, and their output: a table, a JSON file, a picture."""
 
 import argparse
 import json
@@ -22,17 +22,19 @@ from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, 
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationResult:
-    """One configuration's figures: medians over the rounds.
+    """Measurements of one configuration; all are None but `name` and `reason` if it does not run.
 
     Attributes:
-        name: As the table shows it.
-        seconds: Per step, of the slowest rank; None where it does not run here.
-        nic_nbytes: Per step, the most that a node sent or received; None where it was not counted.
-        error: Relative error of the gradients; None where gradients mean nothing.
-        speed_up: Seconds of plain DDP over `seconds`.
-        reason: Why it does not run.
-        speed_up_range: Between what half of the steps lie, each over plain DDP's of the same round; of fewer than four
-            rounds all of them.
+        name: Name of the configuration in the table.
+        seconds: Median over the rounds of a step's time on the slowest rank.
+        nic_nbytes: Median over the rounds of the bytes that the busiest node sent or received, whichever is more; None
+            if they were not counted.
+        error: Relative error of the gradients, mean over the rounds; None in a replay, whose gradients are random, and
+            with a script.
+        speed_up: Median seconds of plain DDP divided by `seconds`.
+        reason: Reason for which it does not run; None if it runs.
+        speed_up_range: First and third quartile of the speed-ups of single rounds, or their minimum and maximum if
+            there are fewer than four rounds; None for plain DDP.
         loss: Mean training loss of the last steps over all ranks; None if nothing is trained.
     """
 
@@ -47,7 +49,7 @@ class ConfigurationResult:
 
 
 def middle(values: list[float]) -> tuple[float, float]:
-    """Return the first and the third quartile, or of fewer than four values the least and the most."""
+    """Returns the first and the third quartile, or the minimum and maximum of fewer than four values."""
     if len(values) < 4:
         return min(values), max(values)
     first, _, third = statistics.quantiles(values, n=4)
@@ -55,18 +57,18 @@ def middle(values: list[float]) -> tuple[float, float]:
 
 
 GREAT_ERROR = 0.5
-"""Relative error of a gradient above which a reader may take a compressor for broken."""
+"""Relative error of a gradient above which the report explains that the compressor is not broken."""
 
 RECORDS = frozenset(("turn", "gradient_nbytes", "reason", "nic_nbytes"))
-"""Keys of what rank 0 says, one of which each line has."""
+"""Keys that tell the records of rank 0 apart: each record has one of them."""
 
 
 class Collector:
-    """Takes in what rank 0 says, moves the progress bar, and keeps the figures.
+    """Reads the lines that rank 0 prints, moves the progress bar, and collects the measurements.
 
     Args:
-        progress: The bar.
-        lines: What a pipe gets in its place.
+        progress: Progress bar, which gets a task.
+        lines: Lines of progress that are printed instead of the bar if stderr is no terminal.
     """
 
     def __init__(self, progress: Progress, lines: PlainLines) -> None:
@@ -78,10 +80,14 @@ class Collector:
         self._refused: list[ConfigurationResult] = []
         self.gradient_nbytes = 0
         self.other: list[str] = []
-        """Lines that are no records: warnings, tracebacks."""
+        """Lines of all ranks that are not records: warnings, tracebacks."""
 
     def line(self, _: int, text: str) -> None:
-        """One line that a rank printed."""
+        """Handles one line that a rank printed: a record of JSON, or else a line to keep in `other`.
+
+        Args:
+            text: The line.
+        """
         try:
             record = json.loads(text)
         except ValueError:
@@ -101,7 +107,7 @@ class Collector:
             self._ran[record["name"]] = record
 
     def _turn(self, record: dict[str, Any]) -> None:
-        """Says what goes on, and keeps what a stop would lose."""
+        """Prints the progress of a turn, and keeps its time for `so_far`."""
         if record["turns"] is None:
             self._lines.say(record["name"], at_once=True)
             return
@@ -111,7 +117,7 @@ class Collector:
             self._so_far.setdefault(record["name"], []).append(record["seconds"])
 
     def so_far(self) -> str:
-        """What was measured when the command was stopped, in a sentence."""
+        """Returns a sentence with the median step times until now, for a command that is being stopped."""
         found = [
             f"{name} {statistics.median(seconds):.3g} s a step (of {len(seconds)})"
             for name, seconds in self._so_far.items()
@@ -120,7 +126,7 @@ class Collector:
 
     @contextmanager
     def stopped_in_words(self) -> Iterator[None]:
-        """Says on stderr what was measured so far where a signal ends the block."""
+        """Prints `so_far` on stderr if a signal ends the block, and raises the exception again."""
         try:
             yield
         except EndedBySignal:
@@ -128,10 +134,10 @@ class Collector:
             raise
 
     def results(self, counted: bool) -> list[ConfigurationResult]:
-        """All figures; what does not run is at the end.
+        """Returns the results of all configurations, those that do not run at the end.
 
         Args:
-            counted: Whether the network card's bytes mean something.
+            counted: Whether the bytes of a network card were counted; otherwise `nic_nbytes` is None.
         """
         found = []
         for name, record in self._ran.items():
@@ -153,15 +159,16 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a comparison found.
+    """Measurements of a comparison, with the setting in which they were made.
 
     Attributes:
-        results: Figures of all configurations.
-        where: The cluster in words.
-        nodes: Ranks of each node.
-        gradient_nbytes: Of one step on one rank.
-        scale: Of a replay.
-        expected_seconds: Of a replayed step of plain DDP, by its waits and its link alone; None where that is unknown.
+        results: Results of all configurations.
+        where: Description of the cluster for the title.
+        nodes: Number of ranks of each node.
+        gradient_nbytes: Bytes of one rank's gradients in one step.
+        scale: How much a replay was shrunk and slowed down; 1 and 1 without a replay.
+        expected_seconds: Predicted seconds of a replayed step of plain DDP, from its waits and its link alone; None if
+            there is no prediction.
         script: Name of the user's script that was trained; None for a model of this command's own.
     """
 
@@ -175,13 +182,16 @@ class Measured:
 
 
 def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> None:
-    """Print the table of results, and write the files of `--json` and `--plot` if they were given.
+    """Prints the table of results with its remarks, and writes the files of `--json` and `--plot` if they were given.
+
+    With `--json -` the JSON goes to stdout in place of the table.
 
     Args:
-        options: Of the command line.
-        argv: As the user wrote it.
-        measured: What was found.
+        options: Options of the command line, as `options.parse` returns them.
+        argv: Words of the command line after `compare`, which the JSON file records.
+        measured: Measurements to report.
     """
+    # The title says what was trained, on which cluster, and how the steps were taken.
     case = load_case(options.replay, options.batch) if options.replay else None
     what = (
         f"{measured.script or options.model}, {measured.gradient_nbytes / 1e6:.1f} MB of gradients"
@@ -190,6 +200,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
     )
     turns = "taken in turns" if measured.script is None else "one setting after the other"
     title = f"{what}; {measured.where}; median of {options.rounds} steps, {turns}"
+    # Print the table, and below it the remarks that keep a reader from a wrong conclusion.
     if options.json != STDOUT:
         console = CleanConsole(highlight=False, markup=False)
         console.print(f"{title}; {machine_line()}", table(measured.results), sep="\n")
@@ -213,6 +224,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
             console.print(f"step time: {case.source}")
         if measured.expected_seconds is not None:
             console.print(f"plain DDP by its waits and its link alone: {measured.expected_seconds:.3f} s per step")
+    # Write the record, and draw it.
     record = {
         "kind": "compare",
         "title": title,
@@ -234,7 +246,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
 
 
 def table(results: list[ConfigurationResult]) -> Table:
-    """What ran as a table, fastest first."""
+    """Returns a table of the configurations that ran, the fastest first."""
     trained = any(one.loss is not None for one in results)
     figures = right_columns("s per step", "MB on NIC", "loss" if trained else "gradient error", "speed-up")
     rows = Table("compared", *figures, box=SIMPLE_HEAD, padding=0)
@@ -247,7 +259,13 @@ def table(results: list[ConfigurationResult]) -> Table:
 
 
 def describe_emulated(options: argparse.Namespace, nodes: list[int], scale: Scale) -> str:
-    """The emulated cluster in words."""
+    """Returns a description of the emulated cluster for the title.
+
+    Args:
+        options: Options of the command line, as `options.parse` returns them.
+        nodes: Number of ranks of each node.
+        scale: How much a replay is shrunk and slowed down.
+    """
     order = " round-robin" if options.order == "round-robin" else ""
     link = scale.link(parse_rate(options.nic, "--nic"))
     scaled = f", replayed on links of {link / 1e6:.3g} Mbit" if options.replay else ""
@@ -256,7 +274,11 @@ def describe_emulated(options: argparse.Namespace, nodes: list[int], scale: Scal
 
 
 def shape(nodes: list[int]) -> str:
-    """Nodes and ranks: `2x8`, or `3+1` where they differ."""
+    """Returns the numbers of nodes and ranks as a word: `2x8`, or `3+1` if the nodes have different numbers.
+
+    Args:
+        nodes: Number of ranks of each node.
+    """
     return f"{len(nodes)}x{nodes[0]}" if len(set(nodes)) == 1 else "+".join(map(str, nodes))
 
 
