@@ -55,12 +55,12 @@ OnMembershipChange = Callable[[View, View], None]
 
 
 class Averaging(Protocol):
-    """What elastic training asks of the state whose model it keeps going: of a `HookState`.
+    """The part of a `HookState` that elastic training uses: it averages one model's gradients over the ranks.
 
     Attributes:
-        config: The configuration, with the time-out that counts.
-        names: The names of the model's parameters.
-        steps: Backward passes so far.
+        config: Options of the state, among them the time-out of every wait for other ranks.
+        names: Names of the model's parameters.
+        steps: Number of averaged backward passes that have ended.
     """
 
     config: Config
@@ -78,11 +78,13 @@ class Averaging(Protocol):
 
 
 class CarriedState:
-    """What a process that joins takes over from one that trains.
+    """Collects what a joining process needs to go on with training, and loads it on that process.
+
+    That is the number of the step, the model, the objects in `extra_state`, and the compressor's counters.
 
     Args:
-        state: Of the model's gradients.
-        extra_state: As for `HookState`.
+        state: Hook state that averages the model's gradients.
+        extra_state: Objects with a `state_dict`, such as the optimizer; see `HookState`.
     """
 
     def __init__(self, state: Averaging, extra_state: Sequence[Carried]) -> None:
@@ -90,10 +92,14 @@ class CarriedState:
         self._state = state
 
     def given(self, model: DistributedDataParallel) -> dict[str, object]:
-        """What a process that joins has to know.
+        """Returns the state that rank 0 hands over to joining processes; `take` loads it there.
 
         Args:
-            model: Which is trained.
+            model: The DDP model that is trained.
+
+        Returns:
+            Mapping with the keys `steps`, `model`, `carried` (the state of each object in `extra_state`) and
+            `compression` (the compressor's counters; empty without a compressor).
         """
         compression = self._session().compression
         return {
@@ -104,14 +110,15 @@ class CarriedState:
         }
 
     def take(self, model: DistributedDataParallel, found: Mapping[str, Any]) -> None:
-        """Goes on from another rank's state.
+        """Loads the state that rank 0 handed over into this joining process's model and objects, in place.
 
         Args:
-            model: Which is trained.
-            found: What that rank has given.
+            model: The DDP model of this process.
+            found: Result of `given` on rank 0.
 
         Raises:
-            ValueError: `extra_state` is another one here.
+            ValueError: The model differs from rank 0's, `extra_state` has another number of objects, or one of them
+                does not load its state.
         """
         load_module(model.module, found["model"])
         if len(found["carried"]) != len(self.extra_state):
@@ -138,15 +145,19 @@ class CarriedState:
 
 
 class ElasticTraining(StepListener):
-    """Elastic training of one model, on one rank.
+    """Keeps one DDP model training on this rank while other ranks fail or join.
+
+    It copies the gradients of each step until all ranks have the averages, repeats the step among the remaining ranks
+    after a rank failure, and admits waiting processes before a forward pass.
 
     Args:
-        state: Of the model's gradients; it is not kept alive.
-        extra_state: As for `HookState`.
-        on_membership_change: As for `HookState`.
+        state: Hook state that averages the model's gradients; it is not kept alive.
+        extra_state: Objects whose state a joining process receives, such as the optimizer; empty: nobody can join.
+        on_membership_change: Called after a step with the ranks before and after a change; None: nothing is called.
 
     Attributes:
         resilient_ops: Repeats operations after a rank failure; None before the ranks have connected.
+        has_just_joined: Whether this process has joined a running job and has not completed a step since.
     """
 
     def __init__(
@@ -158,20 +169,20 @@ class ElasticTraining(StepListener):
         self._on_membership_change = on_membership_change
         self._kept: GradientBackup | None = None
         self._told: View | None = None
-        """The ranks that the user knows of."""
+        """The ranks at the last call of `on_membership_change`, or at the start; None before the ranks connect."""
         self._requests: Requests | None = None
         self._listed = 0
-        """The list of those that join before the next step; 0 where nobody does."""
+        """Number of the list, in the job's store, of the processes that join before the next step; 0 for none."""
         self._last_rows: list[list[int]] = []
-        """The transfers of the last step, for those that join."""
+        """All-reduces of the last step in the encoding of `Resume`, which rank 0 sends to all ranks when some join."""
         self._next_rows: Tensor | None = None
-        """The transfers of the next step, where ranks have joined whose buckets are others."""
+        """All-reduces that the next step has to use after ranks have joined, as received from rank 0; else None."""
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self.has_just_joined = False
-        """Whether this process has joined, and has made no step since."""
+        """See above."""
 
     def bind(self, model: DistributedDataParallel) -> None:
-        """Takes the model whose process group changes with the ranks; before they connect."""
+        """Records the model whose process group will change with the ranks; called before the ranks connect."""
         self._model = weakref.ref(model)
 
     def take_over_group(self) -> dist.ProcessGroup:
@@ -196,18 +207,23 @@ class ElasticTraining(StepListener):
 
     @property
     def together(self) -> bool:
-        """Whether the ranks may talk about this step: all of them took it in the present generation, or none did."""
+        """Whether all ranks of this generation ran the last operation in it, or none did.
+
+        False on a rank that took the result from others after a rank failure; such a step is not reported.
+        """
         return self.resilient_ops is None or self.resilient_ops.by_itself
 
     def begin_step(self, communicator: Communicator, transfers: Tensor | None) -> Tensor | None:
-        """Starts to keep the gradients of the step that begins.
+        """Starts to copy the gradients of the step that begins, and returns the all-reduces that the step has to use.
 
         Args:
             communicator: Communicator with which the step begins.
-            transfers: All-reduces that a loaded state prescribes, in the encoding of `Resume`; None if it is free.
+            transfers: All-reduces that a loaded state prescribes, int64 (all-reduces, columns) in the encoding of
+                `Resume`; None if the step is free.
 
         Returns:
-            The all-reduces that the step has to use: those of the other ranks if this one has joined, else `transfers`.
+            In the first step after processes have joined, on every rank, the all-reduces of rank 0's last step if there
+            are any; otherwise `transfers`, which may be None.
         """
         if self._next_rows is not None:
             transfers, self._next_rows = self._next_rows, None
@@ -215,12 +231,20 @@ class ElasticTraining(StepListener):
         return transfers
 
     def add(self, bucket: Bucket, travel: Callable[[], None]) -> FutureTensor:
-        """Keeps a bucket and launches it; the future is done when all ranks that are left have the average."""
+        """Copies a bucket's gradients and starts its all-reduce.
+
+        Args:
+            bucket: The bucket; averaged in place.
+            travel: Starts the all-reduce.
+
+        Returns:
+            A future of the bucket's buffer, completed when all remaining ranks have the averages of the whole step.
+        """
         assert self._kept is not None
         return self._kept.add(bucket, travel)
 
     def step_ended(self, step: EndedStep) -> None:
-        """Drops the gradients of the step, records its transfers for joining ranks, and reports a change of ranks."""
+        """Drops the copied gradients, records the step's all-reduces, and tells the user of a change of ranks."""
         self._kept, self.has_just_joined = None, False
         if self._requests is not None:
             self._last_rows = to_rows(step.transfers).tolist()
@@ -255,7 +279,12 @@ class ElasticTraining(StepListener):
         self._survive(membership, communicator, joins=False)
 
     def _open_door(self, store: Store, device: torch.device) -> Requests:
-        """Makes the door for those that want to join."""
+        """Returns the queue of requests to join, which is closed when this object is collected.
+
+        Args:
+            store: Store of the membership.
+            device: Device of the gradients.
+        """
         made = Requests(store, self._state.config.timeout, self._shared(device), described(self._bound().module))
         weakref.finalize(self, made.close)
         return made
@@ -266,10 +295,10 @@ class ElasticTraining(StepListener):
         return model
 
     def _check_newcomer(self, newcomer: Newcomer) -> None:
-        """Whether the ranks could go on with one more process; before anybody but rank 0 has heard of it.
+        """Checks, on rank 0 alone, that the job could go on with one more process.
 
         Raises:
-            ValueError: They could not.
+            ValueError: The process does not fit: its placement, its network interface, or a state that cannot be sent.
         """
         assert self.resilient_ops is not None
         _, name, said = newcomer
@@ -280,7 +309,7 @@ class ElasticTraining(StepListener):
         check_state(lambda: self._own.given(self._bound()))
 
     def _shared(self, device: torch.device) -> dict[str, str]:
-        """What a process that joins must have in common with the others."""
+        """Returns the options, and their values in words, that a joining process must have in common with the job."""
         given = "unknown" if self._state.config.nic_bytes_per_second is None else "known"
         return {**self._state.config.shared(), "device": device.type, "nic_bytes_per_second": given}
 
@@ -325,7 +354,7 @@ class ElasticTraining(StepListener):
         self._leave_notes(self._session())
 
     def _leave_notes(self, session: GradientSession) -> None:
-        """Has this rank leave word of what its compressor holds back."""
+        """Adds this object to the session's listeners, and with a compressor the one that publishes residual norms."""
         session.listeners.add(MEMBERSHIP, self)
         if self.resilient_ops is not None and session.compression is not None:
             membership = self.resilient_ops.membership
@@ -333,7 +362,7 @@ class ElasticTraining(StepListener):
             session.listeners.add(RESIDUAL_NOTES, notes)
 
     def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
-        """Connects the ranks of a new generation."""
+        """Makes the session of a new generation's ranks from the previous one, and returns its communicator."""
         previous = self._session()
         peers = SessionRanks(store, "hook", view.rank, view.size, None, failure_policy)
         made = GradientSession(
@@ -358,7 +387,7 @@ class ElasticTraining(StepListener):
         session.agrees = True
 
     def complete_step(self) -> None:
-        """Returns when the step's gradients are averaged on all ranks that are left."""
+        """Waits until the step's gradients are averaged on all remaining ranks, and completes DDP's futures."""
         kept, resilient_ops = self._kept, self.resilient_ops
         if kept is not None and resilient_ops is not None and not kept.resolved:
             like = torch.zeros(1, dtype=torch.int64, device=resilient_ops.communicator.device)
@@ -367,13 +396,17 @@ class ElasticTraining(StepListener):
             self._listed = int(like.copy_(listed).item()) if listed is not None else 0
 
     def _attempt(self, kept: GradientBackup, resilient_ops: ResilientOps) -> Tensor:
-        """Sends the step's gradients, or sends them again, and returns when all ranks have the averages.
+        """Averages the step's gradients once, from their copies if the ranks have changed since they were sent.
+
+        Args:
+            kept: Copies of the step's gradients.
+            resilient_ops: Waits for all-reduces.
 
         Returns:
-            The number of the list of those that want to join; int64, one element.
+            Number of the list of processes that join before the next step, 0 for none; int64, one element.
 
         Raises:
-            RuntimeError: A rank was lost.
+            RuntimeError: A rank failed.
         """
         session = self._session()
         communicator = session.communicator
@@ -393,7 +426,7 @@ class ElasticTraining(StepListener):
         return resilient_ops.wait(communicator.all_reduce(listed))
 
     def admit_joining(self) -> None:
-        """Takes in processes that wait; called by the model before each forward pass."""
+        """Admits the processes that wait to join, and sends them the state; called before each forward pass."""
         if not self._listed or self._state._backward.in_step or self.resilient_ops is None or self._requests is None:
             return
         listed, self._listed = self._listed, 0
@@ -405,7 +438,14 @@ class ElasticTraining(StepListener):
         self.tell_change()
 
     def _exchange_state(self, names: Sequence[str]) -> None:
-        """Gives rank 0's state to those that have joined; all ranks."""
+        """Sends rank 0's state to the processes that have joined; all ranks call it.
+
+        Args:
+            names: Names of the joining processes among the members.
+
+        Raises:
+            ValueError: On a joining process: rank 0 could not give its state, or it does not fit here.
+        """
         resilient_ops, model = self.resilient_ops, self._model() if self._model else None
         assert resilient_ops is not None and model is not None
         joins = resilient_ops.view.members[resilient_ops.view.rank] in names
@@ -434,7 +474,7 @@ class ElasticTraining(StepListener):
             self._own.take(model, found.state)
 
     def tell_change(self) -> None:
-        """Tells the user that other ranks have made this step than the one before."""
+        """Calls `on_membership_change` if the ranks have changed since its last call, and logs lost residuals."""
         if (
             self.resilient_ops is None
             or self._told is None
@@ -457,7 +497,7 @@ class AdmitJoining:
     """Forward pre-hook of an elastic model; called by all ranks alike in training, which an evaluation need not be.
 
     Args:
-        training: The model's; not kept alive.
+        training: Elastic training of the model; not kept alive.
     """
 
     def __init__(self, training: "weakref.ref[ElasticTraining]") -> None:
@@ -470,9 +510,9 @@ class AdmitJoining:
             training.admit_joining()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy of the model has no state."""
+        """Makes a copied or unpickled model carry a pre-hook without elastic training, which does nothing."""
         return AdmitJoining, (_no_training,)
 
 
 def _no_training() -> None:
-    """What a copied model has in the place of its training."""
+    """Returns None, like a dead weak reference: a copied model has no elastic training."""

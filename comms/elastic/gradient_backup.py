@@ -39,7 +39,7 @@ class GradientBackup:
 
         Args:
             bucket: The bucket; its elements are copied before the all-reduce starts.
-            travel: Starts the all-reduce.
+            travel: Called without arguments to start the all-reduce.
 
         Returns:
             A future whose value is the bucket's buffer.
@@ -94,19 +94,21 @@ def agree(
     communicator: Communicator,
     wait: Callable[[FutureTensor], Tensor],
 ) -> None:
-    """Gives every node what any node has: in the end its first rank holds all of it, and it moves on to the owners.
+    """Makes shared decoder state equal on all nodes: the first rank of each node receives every element any rank has.
 
-    Ranks of a node hold different elements, nodes the same ones; after a loss or a join some have a gap. Nothing is
-    changed here before all has been received, so the agreement may be broken off and begun again.
+    The ranks of a node hold different elements and all nodes the same ones, but after a rank failed or joined, some
+    nodes have gaps. The elements move on to their owners within the node later. Nothing is changed here before all
+    elements have been received, so the call may be interrupted and repeated.
 
     Args:
-        stores: Whose values are the same wherever they are, and not zero; replaced. The same on all ranks.
-        numels: Elements of each parameter; the same on all ranks, in the same order.
-        communicator: Of all ranks.
-        wait: Waits for an all-reduce, or raises what went wrong.
+        stores: Compressor state whose elements have one nonzero value wherever they are held; replaced in place. The
+            same number of stores on all ranks.
+        numels: Number of elements of each parameter, by name; the same on all ranks, in the same order.
+        communicator: Communicator of all ranks.
+        wait: Waits for an all-reduce and returns its tensor, or raises its error.
 
     Raises:
-        RuntimeError: A rank was lost.
+        RuntimeError: A rank failed.
     """
     cluster, rank, device = communicator.cluster, communicator.rank, communicator.device
     holds = communicator.config.plan == "flat" or cluster.ranks(cluster.unit(rank, 0))[0] == rank

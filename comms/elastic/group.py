@@ -19,13 +19,14 @@ from gradwire.comms.bootstrap.compat import factor_of, outside_graphs
 from gradwire.comms.elastic.resilient_ops import ResilientOps, as_bytes
 
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
+"""Dtypes that `ElasticGroup.allreduce` sums."""
 
 _LENGTH_NBYTES = 8
 """Bytes of the length in front of each rank's bytes, which are padded to the longest."""
 
 
 class ElasticGroup(dist.ProcessGroup):
-    """Broadcasts, sums, gathers and barriers over the ranks that are left.
+    """Runs broadcasts, sums, gathers and barriers over the ranks that are left, and repeats them after a rank failure.
 
     Args:
         resilient_ops: Repeats the collectives of this rank after a rank failure.
@@ -37,25 +38,32 @@ class ElasticGroup(dist.ProcessGroup):
         self._resilient_ops = resilient_ops
 
     def rank(self) -> int:
-        """This rank's number among those that are left."""
+        """Returns this rank's number among the ranks that are left, from 0."""
         return self._resilient_ops.view.rank
 
     def size(self) -> int:
-        """How many ranks are left."""
+        """Returns the number of ranks that are left."""
         return self._resilient_ops.view.size
 
     getRank = rank
     getSize = size
 
     def getBackendName(self) -> str:
-        """What C++ calls it."""
+        """Returns the name by which torch's C++ code knows this group."""
         return "gradwire elastic"
 
     name = getBackendName
 
     @outside_graphs
     def broadcast(self, *arguments: object, **named: object) -> dist.Work:
-        """Copies a rank's tensor to all, in place; the root is a rank of the present members."""
+        """Copies the root's tensor to all ranks, in place; `arguments` are ([tensor], options).
+
+        The root is a number among the present members. If it fails, its number may be that of another rank in a
+        repetition, whose tensor is copied then; if no rank has the number, all tensors become zeros.
+
+        Raises:
+            NotImplementedError: The arguments are of another form.
+        """
         match arguments:
             case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named:
                 root = options.rootRank
@@ -64,7 +72,11 @@ class ElasticGroup(dist.ProcessGroup):
 
     @outside_graphs
     def allreduce(self, *arguments: object, **named: object) -> dist.Work:
-        """Sums and averages, in place."""
+        """Sums or averages one tensor over all ranks, in place; `arguments` are ([tensor], options).
+
+        Raises:
+            NotImplementedError: The arguments, the dtype or the operation is another one; see `SUMMED`.
+        """
         match arguments:
             case [[Tensor() as tensor], AllreduceOptions() as options] if not named and tensor.dtype in SUMMED:
                 op: object = options.reduceOp
@@ -76,7 +88,13 @@ class ElasticGroup(dist.ProcessGroup):
 
     @outside_graphs
     def allgather(self, *arguments: object, **named: object) -> dist.Work:
-        """Gives all ranks' tensors to all; `arguments` are ([outputs], [source], options)."""
+        """Gathers the tensors of all ranks on all ranks; `arguments` are ([outputs], [source], options).
+
+        Outputs beyond the number of ranks that are left are filled with zeros.
+
+        Raises:
+            NotImplementedError: The arguments are of another form.
+        """
         match arguments:
             case [[list() as outputs], [Tensor() as source], AllgatherOptions()] if not named:
                 rows = self._gather(source, len(outputs))
@@ -87,7 +105,11 @@ class ElasticGroup(dist.ProcessGroup):
 
     @outside_graphs
     def all_gather_single(self, *arguments: object, **named: object) -> dist.Work:
-        """As `allgather`, into one tensor; `arguments` are (output, source, options)."""
+        """Gathers the tensors of all ranks end to end in one tensor; `arguments` are (output, source, options).
+
+        Raises:
+            NotImplementedError: The arguments are of another form.
+        """
         match arguments:
             case [Tensor() as output, Tensor() as source, *_] if not named:
                 output.copy_(self._gather(source, output.numel() // max(source.numel(), 1)).view(output.shape))
@@ -98,12 +120,18 @@ class ElasticGroup(dist.ProcessGroup):
 
     @outside_graphs
     def barrier(self, *arguments: object, **named: object) -> dist.Work:
-        """Returns when all ranks have come."""
+        """Waits until all ranks that are left have called it."""
         device = self._resilient_ops.communicator.device
         return self._done([self._sum(torch.ones(1, dtype=torch.int32, device=device), False, 1.0)])
 
     def _replace(self, tensor: Tensor, own: Callable[[], Tensor | None]) -> Tensor:
-        """Fills `tensor` with the one of the rank for which `own` gives one."""
+        """Fills `tensor` on all ranks with that of one rank, and returns it.
+
+        Args:
+            tensor: This rank's tensor; replaced in place.
+            own: Returns a tensor on the sending rank and None on all others; called again in each attempt, as a rank
+                failure renumbers the ranks.
+        """
         given = tensor.detach().clone(memory_format=torch.contiguous_format)
 
         def attempt() -> Tensor:
@@ -125,17 +153,31 @@ class ElasticGroup(dist.ProcessGroup):
         return self._complete(attempt, given, tensor)
 
     def _complete(self, attempt: Callable[[], Tensor], given: Tensor, tensor: Tensor) -> Tensor:
-        """Fills `tensor` with what `attempt` returns among the ranks that are left."""
+        """Runs an operation to its end among the ranks that are left, and copies its result into `tensor`.
+
+        Args:
+            attempt: Runs the operation once and returns its result; called again after a rank failure. It must read its
+                input from a copy, because the attempt before may have been interrupted.
+            given: Copy of the operation's input; here only a template of the shape, dtype and device of the result,
+                which a rank that missed the operation receives from another one.
+            tensor: The user's tensor; replaced in place.
+
+        Returns:
+            `tensor`, detached.
+        """
         result = self._resilient_ops.complete(attempt, given)
         assert result is not None
         with torch.no_grad():
             return tensor.detach().copy_(result)
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """What every rank that is left gives, in the order of the ranks; who is lost meanwhile has given nothing.
+        """Gathers the bytes of every rank that is left, on all of them.
 
         Args:
-            own: Of any length.
+            own: Bytes of this rank; their number may differ between ranks.
+
+        Returns:
+            The bytes of each rank, in the order of the ranks. A rank that fails meanwhile has no entry.
         """
         device = self._resilient_ops.communicator.device
         said = len(own).to_bytes(_LENGTH_NBYTES, "big") + own
@@ -146,14 +188,19 @@ class ElasticGroup(dist.ProcessGroup):
         return [row[_LENGTH_NBYTES:end] for row, end in zip(rows, ends, strict=True)]
 
     def _gather(self, source: Tensor, size: int) -> Tensor:
-        """The ranks' tensors as so many rows; where a rank was lost meanwhile, the last ones are zeros."""
+        """Returns the tensors of all ranks as a (size, elements) tensor; the last rows are zeros if ranks have failed.
+
+        Args:
+            source: Tensor of this rank, of one shape and dtype on all ranks.
+            size: Number of rows that the caller expects.
+        """
         found = self._rows(source)
         rows = torch.zeros((size, found.shape[1]), dtype=found.dtype, device=found.device)
         rows[: len(found)] = found[:size]
         return rows
 
     def _rows(self, source: Tensor) -> Tensor:
-        """The tensors of the ranks that are left, a row each."""
+        """Returns the flattened tensors of the ranks that are left, as a row for each."""
         given = source.detach().clone(memory_format=torch.contiguous_format).view(-1)
 
         def attempt() -> Tensor:

@@ -37,32 +37,39 @@ SILENT_SECONDS = 2.0
 """Seconds without a heartbeat after which a waiting process is not admitted. No rank of the job waits for it."""
 
 FORGOTTEN_SECONDS, UNSEEN_SECONDS = 60.0, 10.0
-"""Seconds without one after which it is not looked at any more, and told so, should it live; and of one that has not
-shown two, which holds the place of another."""
+"""Seconds without a heartbeat after which a request is refused; the second number is for a request with fewer than two
+different heartbeats so far, which takes one of the `MOST_OPEN` places."""
 
 MOST_OPEN = 256
-"""Requests that are looked at, at a time: each is three questions to the store in `POLL_SECONDS`."""
+"""Largest number of requests that rank 0 polls at a time: each costs three calls of the store in `POLL_SECONDS`."""
 
 MOST_REQUEST_NBYTES = 1 << 24
-"""Bytes of a request: the entries of a model with 100,000 parameters, of some 100 characters each."""
+"""Largest size of a request in bytes: a model of 100,000 parameters, with some 100 characters for each."""
 
 MOST_PEER_INFO = 1 << 20
-"""Characters of what a process says about itself."""
+"""Largest number of characters of a process's peer info."""
 
 Newcomer = tuple[int, str, str]
-"""Number of the request, name of the process, and what it says about itself: see `packed`."""
+"""A process that wants to join: number of its request, its name, and its peer info in the form of `packed`."""
 
 Fits = Callable[[Newcomer], None]
-"""Raises a ValueError where the running ranks could not take a process in."""
+"""Raises a ValueError if the running ranks cannot go on with this process."""
 
 
 _NEWCOMERS: MessageType[tuple[Newcomer, ...]] = MessageType(tuple[tuple[Count, str, str], ...], most_nbytes=1 << 28)
-"""Requests that fit, as rank 0 lists them."""
+"""List of accepted requests that rank 0 puts into the store for all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request: the process's name, its configuration, what it says about itself, and its model as `described`."""
+    """A request to join, as the process puts it into the store.
+
+    Attributes:
+        name: Name of the process; see `own_name`.
+        shared: Options of the process that must equal the job's, with their values.
+        peer_info: Peer info of the process, in the form of `packed`.
+        model: Shapes and dtypes of its model; see `described`.
+    """
 
     name: Annotated[str, Most(1000)]
     shared: Mapping[str, object]
@@ -72,7 +79,14 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """The generation that begins, the process's rank in it, its members, and what they have said about themselves."""
+    """The answer to a process that is admitted.
+
+    Attributes:
+        generation: Number of the generation that begins.
+        rank: Rank of the process in it.
+        members: Names of all its processes, by rank.
+        said: Peer info of each member by name, in the form of `packed`.
+    """
 
     generation: Count
     rank: Rank
@@ -82,7 +96,7 @@ class _Admitted:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Why not."""
+    """The answer to a process that is not admitted: the reason, in words."""
 
     refused: str
 
@@ -92,16 +106,24 @@ _ANSWER: MessageType[_Admitted | _Refused] = MessageType(_Admitted | _Refused, m
 
 
 def job_key(name: str) -> str:
-    """Where a job says below which prefix its members meet, in the store without any prefix.
+    """Returns the key at which a job publishes the prefix of its membership's keys, in the store without any prefix.
 
     Args:
-        name: Of the hook's state: unique in the job.
+        name: Name of the hook state, unique in the job.
     """
     return f"gradwire/elastic/{name}"
 
 
 def described(module: nn.Module) -> dict[str, str]:
-    """What each entry of a model's state is: its shape and dtype, in the order of the state."""
+    """Describes a model for `check_model`: returns the dtype, shape and whether it is trained of each state entry.
+
+    Args:
+        module: The module inside the DDP model.
+
+    Returns:
+        Name of the entry -> words such as `float32 of [8, 4], trained`, in the order of the state dict; for an entry
+        that is no tensor the name of its type.
+    """
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {
         name: f"{str(value.dtype).removeprefix('torch.')} of {list(value.shape)}{', trained' * (name in trained)}"
@@ -112,10 +134,14 @@ def described(module: nn.Module) -> dict[str, str]:
 
 
 def check_model(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Compares two models as `described`: that of a process that wants to join, and the running job's.
+    """Checks that the model of a process that wants to join equals the running job's.
+
+    Args:
+        theirs: Result of `described` for the model of the process.
+        own: Result of `described` for the job's model.
 
     Raises:
-        ValueError: They differ.
+        ValueError: They differ in an entry, or in the order of the entries.
     """
     for name in (*own, *theirs):
         here, there = theirs.get(name, "missing"), own.get(name, "missing")
@@ -134,7 +160,7 @@ class _Request:
         pulse: Last heartbeat of the process; None before the first.
         beats: Whether two different heartbeats were seen.
         changed: When the last one came, by time.monotonic().
-        newcomer: What it asks with; None before it has been read.
+        newcomer: Content of the request; None before it has been read and found to fit.
     """
 
     def __init__(self) -> None:
@@ -144,7 +170,7 @@ class _Request:
         self.newcomer: Newcomer | None = None
 
     def see(self, pulse: int) -> None:
-        """Takes in a sign of life."""
+        """Records the process's heartbeat counter, as the store has it now; a changed value is a sign of life."""
         if pulse != self.pulse:
             self.beats = self.pulse is not None
             self.pulse, self.changed = pulse, time.monotonic()
@@ -176,13 +202,15 @@ class Requests:
         self._closed = threading.Event()
 
     def look(self, fits: Fits) -> int:
-        """Rank 0: which processes wait, as its thread has last seen; asks the store only where there are some.
+        """Puts the list of processes that wait and fit into the store (on rank 0); the first call starts the thread.
+
+        Calls the store only if there are such processes or refused ones: otherwise it knows from its thread.
 
         Args:
-            fits: Called with each of them; whom it does not suit is refused.
+            fits: Called with each waiting process; one for which it raises is refused.
 
         Returns:
-            Number of a list of them, for `listed`; 0 where there are none.
+            Number of the list, for `listed` on all ranks; 0 if no process can join now.
         """
         if self._thread is None:
             self._thread = BackgroundThread(
@@ -210,11 +238,21 @@ class Requests:
         return listed
 
     def listed(self, number: int) -> list[Newcomer]:
-        """The processes of a list."""
+        """Returns the processes of a list that rank 0 has put into the store.
+
+        Args:
+            number: Result of `look` on rank 0.
+        """
         return list(_NEWCOMERS.read(self._store.get(f"join/list/{number}")))
 
     def answer(self, newcomers: Sequence[Newcomer], view: View, said: Mapping[str, str]) -> None:
-        """Rank 0: tells those that are among the members now, and what all have said about themselves."""
+        """Sends each admitted process its rank and the members of its generation (on rank 0).
+
+        Args:
+            newcomers: The processes of the list; those that are no members of `view` get no answer.
+            view: The generation that begins.
+            said: Peer info of each member by name, in the form of `packed`.
+        """
         known = {name: said[name] for name in view.members if name in said}
         for number, name, _ in newcomers:
             if name in view.members:
@@ -228,11 +266,11 @@ class Requests:
                 self._drop(number)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread that polls for requests."""
         self._closed.set()
 
     def _fail(self, error: BaseException) -> None:
-        """Turns away those who wait, as far as the store can be asked; the others have a time-out of their own."""
+        """Refuses all waiting processes after an error of the thread; if the store fails, they time out instead."""
         self._closed.set()
         with self._lock:
             waiting, self._open = list(self._open), {}
@@ -240,7 +278,7 @@ class Requests:
             self._refuse(number, f"the running job admits no process any more: {error!r}")
 
     def _watch(self) -> None:
-        """Looks for requests, also while a step takes long; a store that does not answer holds up this thread alone."""
+        """Polls for requests until `close`, in a thread of rank 0: a slow store delays no training step."""
         while not self._closed.wait(POLL_SECONDS):
             try:
                 self._look()
@@ -248,7 +286,7 @@ class Requests:
                 log.debug("the store cannot say who wants to join: %s", error)
 
     def _look(self) -> None:
-        """Takes in new requests, and signs of life. One that is not complete keeps nobody behind it waiting."""
+        """Polls the store once for new requests and for heartbeats, and refuses requests that have fallen silent."""
         count = self._store.add("join/count", 0)
         with self._lock:
             # Invariant: at most `MOST_OPEN` requests are open, whatever the counter says; the others wait their turn.
@@ -267,7 +305,15 @@ class Requests:
                 self._refuse(number, f"it has said nothing for {time.monotonic() - request.changed:.0f} s")
 
     def _read(self, number: int, request: _Request) -> None:
-        """Reads what one asks with; whatever does not fit is refused."""
+        """Reads a request into `request.newcomer`, or refuses it if it cannot be read or differs from the job.
+
+        Args:
+            number: Number of the request in the store.
+            request: Record of the request; changed in place.
+
+        Raises:
+            RuntimeError: The store failed.
+        """
         try:
             word = _REQUEST.read(self._store.read(f"join/{number}/request"))
             newcomer = (number, word.name, word.peer_info)
@@ -299,15 +345,15 @@ class Requests:
 
 
 def find_job(address: str, name: str, timeout: timedelta) -> Store:
-    """The membership's store of a running job.
+    """Connects to the store of a running job, and returns it below the prefix of the job's membership.
 
     Args:
-        address: HOST:PORT of the store that its ranks were started with.
-        name: Of the hook's state.
-        timeout: For the connection, and for the job's first connection of its own ranks.
+        address: HOST:PORT of the store with which the job's ranks were started.
+        name: Name of the hook state in the job.
+        timeout: Longest wait for the connection, and then for the job's ranks to connect with each other.
 
     Raises:
-        RuntimeError: Nobody answers there, or there is no elastic job.
+        RuntimeError: No store answers there, or no elastic job uses it.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -324,20 +370,20 @@ def find_job(address: str, name: str, timeout: timedelta) -> Store:
 def ask(
     store: Store, shared: Mapping[str, str], timeout: timedelta, peer_info: str, model: Mapping[str, str]
 ) -> tuple[View, dict[str, str]]:
-    """Waits until a running job admits this process.
+    """Asks a running job to admit this process, and waits for the answer.
 
     Args:
-        store: The membership's.
-        shared: This process's configuration.
-        timeout: Longest wait: for the end of the job's step.
-        peer_info: What this process says about itself, as `packed`.
-        model: This process's, as `described`.
+        store: Store of the job's membership; see `find_job`.
+        shared: Options that must equal the job's, with their values.
+        timeout: Longest wait for the answer, which comes after a step of the job.
+        peer_info: Peer info of this process, in the form of `packed`.
+        model: Result of `described` for this process's model.
 
     Returns:
-        The generation that begins with it, and what its members have said about themselves.
+        The generation that begins with this process, and the peer info of each member by name.
 
     Raises:
-        EvictedError: The job refuses it, or has not answered within `timeout`.
+        EvictedError: The job refuses this process, or has not answered within `timeout`.
     """
     own = PollingStore(store, timeout)
     number, name = own.add("join/count", 1), own_name()

@@ -36,29 +36,34 @@ from gradwire.comms.errors import PeerError
 log = logging.getLogger("gradwire")
 
 CALLING_AFTER_SECONDS = 0.5
-"""Seconds from an alarm until this kernel is asked for its own ranks that have not said that they are here. A rank's
-thread says so within milliseconds, on a busy machine within tenths of a second."""
+"""Seconds from an alarm until silent ranks are probed whose connections have not ended. A rank's thread sets its key
+within milliseconds, on a busy machine within tenths of a second."""
 
 POLL_SECONDS = 0.1
-"""Seconds between two looks, while ranks agree, at who has gone whose connection has ended."""
+"""Seconds between two probes, during the vote on the members, of silent ranks whose connections have ended."""
 
 SILENCE_SECONDS = 5.0
-"""Seconds from an alarm until who has said nothing is given up, though nobody knows that its process has ended. Longer
+"""Seconds from an alarm until a silent rank is left out of the next generation, even if its process may live. Longer
 than a thread waits for the GIL on a busy machine."""
 
 LEADER_SECONDS = 3.0
-"""Longer than that a leader takes, or is gone: then another rank leads, which may tell as many members or fewer."""
+"""Seconds in addition to `SILENCE_SECONDS` after which a leader of the vote counts as gone and another rank leads."""
 
 NAP_SECONDS = 0.01
-"""Seconds between two looks at the store, while ranks agree."""
+"""Seconds between two polls of the store during the vote on the members."""
 
 CALLERS = 32
-"""Silent ranks that are called at a time: a host that is gone takes a second for each of its addresses."""
+"""Number of silent ranks that are probed at a time: a host that is gone takes a second for each of its addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """Members of the next generation: ranks of the one before that stay, and the rank info of joining ones, by name."""
+    """The members of the next generation, as its leader writes them into the store.
+
+    Attributes:
+        left: Ranks of this generation that stay, ascending.
+        joined: Name -> peer info (in the form of `packed`) of processes that join, in the order of their new ranks.
+    """
 
     left: tuple[Rank, ...]
     joined: Mapping[str, str]
@@ -73,11 +78,11 @@ class View:
     """The ranks of one generation, seen from one of them.
 
     Attributes:
-        generation: How often the members have changed.
-        rank: This rank's number in it, 0 <= rank < size.
+        generation: Number of the generation: 0 at the start, one more after each change of the members.
+        rank: This rank's number in the generation, 0 <= rank < size.
         members: Name of each rank's process, by rank; a survivor comes before all that have joined after it.
         lost: Names of the processes that were in the generation before and are not in this one.
-        joined: Names of those that are new.
+        joined: Names of the processes that joined with this generation.
     """
 
     generation: int
@@ -97,17 +102,15 @@ class EvictedError(PeerError):
 
 
 class GenerationStore(PollingStore):
-    """A store of one generation: of no use, and saying why, from the moment at which a rank of that generation is lost.
+    """A store whose calls raise a PeerError, with the reason, as soon as a rank of its generation has failed.
 
-    So whoever waits for the lost rank while groups are being made, gloo among them, does not wait for its time-out.
-
-    Every call raises a PeerError then.
+    So a rank that waits for the failed one while groups are made, in gloo too, does not wait until the time-out.
 
     Args:
-        store: Where the keys are.
-        timeout: As of any `PollingStore`.
-        alarm: Why the generation is over; None while it is not.
-        ranks: As of any `PollingStore`.
+        store: Store that holds the keys.
+        timeout: Longest wait for a key; see `PollingStore`.
+        alarm: Returns the reason why the generation is over; None as long as it is not.
+        ranks: Number of ranks that poll the store; see `PollingStore`.
     """
 
     def __init__(self, store: Store, timeout: timedelta, alarm: Callable[[], str | None], *, ranks: int = 1) -> None:
@@ -115,11 +118,11 @@ class GenerationStore(PollingStore):
         self._alarm = alarm
 
     def within(self, timeout: timedelta) -> "GenerationStore":
-        """The same keys over the same connection, with another time-out."""
+        """Returns a store of the same keys over the same connection, with another time-out."""
         return GenerationStore(self._store, timeout, self._alarm, ranks=self._ranks)
 
     def below(self, prefix: str) -> "GenerationStore":
-        """The keys that begin with `prefix/`, over the same connection."""
+        """Returns a store of the keys that begin with `prefix/`, over the same connection."""
         timeout = timedelta(seconds=self._seconds)
         return GenerationStore(PrefixStore(prefix, self._store), timeout, self._alarm, ranks=self._ranks)
 
@@ -136,21 +139,22 @@ class Membership:
     follows with `next`.
 
     Args:
-        store: Store of all present and future ranks, below a prefix of this start of the job.
+        store: Store of all present and future ranks, with a prefix that is unique to this start of the job.
         view: Members of the first generation.
         timeout: Longest wait for an answer of another rank, unless a call gives a shorter one.
-        said: Name of each member -> its description of itself when it joined.
-        failures: Failures found in the first generation so far; None for none.
+        said: Name of each member -> its peer info, in the form of `packed`; None for none.
+        failures: Rank failures found in the first generation so far; None for none.
 
     Attributes:
-        said: The descriptions of all members so far, by name; those of ranks that joined later are added.
-        note: Bytes that this rank leaves in the store in case it fails. The ring's thread stores them within about a
-            second, at no cost to the training thread.
+        said: Peer info of all members so far, by name; that of processes that join later is added.
+        note: JSON text that this rank leaves in the store in case it fails; None for none. The ring's thread stores it
+            within about a second, at no cost to the training thread.
         on_alarm: Called from a ring's thread with the reason when the training thread's generation is over, to wake
             that thread if it waits in a collective.
-        overdue: Asked once a second, on CUDA, whether work on the device takes too long.
-        waited: For how many seconds the training thread has been in an operation that takes all ranks.
-        started: How many operations this rank has started; the same on all ranks at the same point.
+        overdue: Called about once a second from a ring's thread: returns a failure if work on a CUDA device exceeds
+            the time-out, else None.
+        waited: Returns the seconds for which the training thread has been in an operation of all ranks; 0 outside one.
+        started: Returns the number of operations that this rank has started; the same on all ranks at the same point.
     """
 
     def __init__(
@@ -184,7 +188,7 @@ class Membership:
 
     @property
     def store(self) -> Store:
-        """The store for what the ranks of this generation tell each other."""
+        """The store below a prefix of this generation, in which its ranks connect and exchange messages."""
         return PrefixStore(f"{self.view.generation}/ranks", self._plain)
 
     @property
@@ -193,13 +197,15 @@ class Membership:
         return self._current.failures
 
     def was_first(self, view: View) -> bool:
-        """Whether this rank was the first to say that a generation is over: it has failed, or a connection of its own.
+        """Returns whether this rank was the first to report the failure that ended a generation.
+
+        Then the cause is on this rank or in one of its own connections; the others only heard of it.
 
         Args:
-            view: Of that generation, seen from this rank.
+            view: The generation, seen from this rank.
 
         Returns:
-            Whether it was; true where the store is gone, which was to say so.
+            Whether it was the first; also True if the store does not answer, so that it is unknown.
         """
         try:
             first = PeerFailure.unpacked(self._store.read(f"{view.generation}/abort")).reported_by
@@ -209,13 +215,18 @@ class Membership:
         return first == view.rank
 
     def next(self, seconds: float) -> View:
-        """Waits for the agreement that follows an alarm, and enters the latest generation.
+        """Waits for the vote on the members that follows a rank failure, and enters the latest generation.
+
+        The ring threads vote; this is for the training thread.
 
         Args:
-            seconds: How long the others may take.
+            seconds: Longest wait for the vote.
+
+        Returns:
+            The generation entered, seen from this rank.
 
         Raises:
-            EvictedError: There is no next generation for this rank.
+            EvictedError: The other ranks go on without this one, the vote failed, or it took longer than `seconds`.
         """
         generation = self._current
         with self._changed:
@@ -232,16 +243,18 @@ class Membership:
         return self._current.view
 
     def admit(self, newcomers: Mapping[str, str]) -> View:
-        """Enters a generation with the ranks of this one and new ones; all ranks call it at the same point.
+        """Enters a generation of the present ranks and new ones; all present ranks call it at the same point.
 
-        Where one is lost meanwhile, the generation that is entered is one without it, and without the new ones.
+        If a rank fails meanwhile, the generation entered may be one without that rank and without the new ones.
 
         Args:
-            newcomers: Names of the processes that come, in the order of their ranks, and what they say about
-                themselves.
+            newcomers: Name -> peer info (in the form of `packed`) of the new processes, in the order of their ranks.
+
+        Returns:
+            The generation entered, seen from this rank.
 
         Raises:
-            EvictedError: There is no next generation for this rank.
+            EvictedError: The other ranks go on without this one, or rank 0 did not write the members in time.
         """
         generation, key = self._current, f"{self.view.generation}/members"
         if self.view.rank == 0:
@@ -259,7 +272,14 @@ class Membership:
         return self.next(2 * SILENCE_SECONDS + LEADER_SECONDS)
 
     def note_of(self, name: str) -> str | None:
-        """What a lost member has left behind last; None where that is nothing, or the store cannot say."""
+        """Returns the last `note` of a failed member.
+
+        Args:
+            name: Name of the member.
+
+        Returns:
+            The note; None if it stored none, or if the store does not answer.
+        """
         try:
             key = f"note/{name}"
             return self._store.read(key).decode() if self._store.check([key]) else None
@@ -268,14 +288,23 @@ class Membership:
             return None
 
     def close(self, *, orderly: bool = True) -> None:
-        """Leaves; the others are told that this rank has ended in order, or go on without it."""
+        """Leaves the other ranks and ends the threads.
+
+        Args:
+            orderly: Whether this rank has finished, so that its end is no failure; otherwise the others detect a rank
+                failure and go on without it.
+        """
         self._closed = True
         with self._changed:
             latest = self._latest
         latest.close(orderly=orderly)
 
     def _begin(self, generation: "_Generation") -> None:
-        """Joins the ring of a generation."""
+        """Joins the ring of connections that detects failures in a generation; nothing to do for a single rank.
+
+        Args:
+            generation: The generation that begins; its `ring` is set.
+        """
         view = generation.view
         signal = AbortSignal(self._store, view.rank, f"{view.generation}/abort")
         generation.failures.notify = signal.try_set
@@ -310,7 +339,14 @@ class Membership:
         )
 
     def _lost(self, generation: "_Generation", error: Exception) -> None:
-        """Runs the agreement; in the ring's thread, once in a generation."""
+        """Wakes the training thread after a failure, votes on the members, and begins the next generation.
+
+        Runs once in a generation, in the ring's thread. An error is kept for `next` to raise.
+
+        Args:
+            generation: The generation that is over.
+            error: What the ring has found.
+        """
         failure = PeerFailure.of(error)
         generation.failures.report(failure)
         if generation is self._current:
@@ -326,12 +362,14 @@ class Membership:
                 self._changed.notify_all()
 
     def _enter(self, generation: "_Generation") -> None:
-        """Begins the generation that is written down as the one after `generation`, unless that has been done.
+        """Begins the generation whose members the store lists as following `generation`, unless it has begun.
 
         Raises:
-            EvictedError: This rank is not in it.
+            EvictedError: This rank is not among the members.
+            MessageError: The list names ranks that do not exist.
         """
         view = generation.view
+        # Read the list of members, and check it.
         word = _MEMBERS.read(self._store.read(f"{view.generation}/members"))
         left, joined = list(word.left), tuple(word.joined)
         if any(rank >= view.size for rank in left):
@@ -356,15 +394,20 @@ class Membership:
             self._changed.notify_all()
 
     def _agree(self, generation: "_Generation") -> None:
-        """Returns when it is written down who is left: the word of the first leader that comes to an end.
+        """Votes on the surviving ranks: returns when a leader has written the list of members, or after `close`.
+
+        Args:
+            generation: The generation that is over.
 
         Raises:
-            RuntimeError: The store is gone.
+            RuntimeError: The store does not answer, or every leader failed.
         """
         number, rank = generation.view.generation, generation.view.rank
+        # First round: tell all ranks that this one lives, and which ranks it knows to have failed.
         self._store.set(f"{number}/here/{rank}", json.dumps(sorted(generation.failures.ranks)))
         self._store.add(f"{number}/heard", 1)
         key = f"{number}/members"
+        # Second round: the elected leader writes the list; if it fails, the next attempt elects another one.
         for attempt in range(generation.view.size):
             if self._store.check([key]):
                 return
@@ -390,7 +433,14 @@ class Membership:
             )
 
     def _collect(self, generation: "_Generation") -> list[int]:
-        """Waits until every rank has said that it is here, or is known to be gone; who is left, ascending."""
+        """Waits, on the leader of the vote, until every rank has set its key or is known to be gone.
+
+        Args:
+            generation: The generation that is over.
+
+        Returns:
+            The ranks that have set their keys, ascending; others are left out after `SILENCE_SECONDS`.
+        """
         number, everybody = generation.view.generation, set(range(generation.view.size))
         began = time.monotonic()
         backoff = _Backoff(began)
@@ -415,16 +465,19 @@ class Membership:
         return sorted(here)
 
     def _has_gone(self, generation: "_Generation", rank: int, *, ask: bool) -> bool:
-        """Whether a rank that says nothing while the others agree is known to be gone; tells the others if it is.
+        """Probes a rank that is silent during the vote, and publishes in the store that it is gone if it is.
 
-        Its kernel has closed its connection with this rank or with another one, and nobody listens at its port any
-        more; or this kernel, which is its own, says so. Who has come to the end of the agreement closes its
-        connections as well, and then it is written down who is left.
+        It is gone if its connection with this rank has ended and nothing listens at its port any more, or if this
+        host's kernel says that its process has ended. A rank that has finished the vote closes its connections too, but
+        then the list of members exists, and it does not count as gone.
 
         Args:
-            generation: That is over.
-            rank: Which.
-            ask: Whether a rank is looked at whose connections are not known to have ended.
+            generation: The generation that is over.
+            rank: The silent rank.
+            ask: Whether to probe a rank whose connections are not known to have ended.
+
+        Returns:
+            Whether it is known to be gone, from this rank's probe or another rank's.
         """
         number = generation.view.generation
         if self._store.check([f"{number}/gone/{rank}"]):
@@ -443,10 +496,10 @@ class Membership:
 
 
 class _Backoff:
-    """When a rank looks at those that say nothing, while ranks agree.
+    """Says when the next probe of silent ranks is due during the vote on the members.
 
     Args:
-        began: The agreement, by time.monotonic().
+        began: Start of the vote, by time.monotonic().
     """
 
     def __init__(self, began: float) -> None:
@@ -454,7 +507,7 @@ class _Backoff:
         self._ask = began + CALLING_AFTER_SECONDS
 
     def are_due(self) -> bool:
-        """Whether it is time for a look at those whose connections have ended."""
+        """Returns whether ranks whose connections have ended are to be probed now, every `POLL_SECONDS`."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -462,7 +515,7 @@ class _Backoff:
         return True
 
     def may_ask(self) -> bool:
-        """Whether it is time for a look at the others, too."""
+        """Returns whether ranks whose connections are open are to be probed too, once a second after a delay."""
         now = time.monotonic()
         if now < self._ask:
             return False
@@ -471,14 +524,25 @@ class _Backoff:
 
 
 class _Generation:
-    """What this rank knows of a generation: who is lost, and its end of the ring."""
+    """The state of one generation on this rank.
+
+    Args:
+        view: The generation's ranks, seen from this one.
+        failures: Rank failures found in it.
+
+    Attributes:
+        view: See above.
+        failures: See above.
+        ring: This rank's end of the ring of connections; None for a single rank, and after the generation has ended.
+    """
 
     def __init__(self, view: View, failures: Failures) -> None:
         self.view = view
         self.failures = failures
         self.ring: LivenessRing | None = None
         self.knows_unreached = False
-        """Who cannot be reached has just said that it is here: nobody raises an alarm for that again."""
+        """Whether the generation before ended because a rank could not be reached: the members that are left know of
+        it, and raise no alarm for it again."""
 
     def poll_closed(self) -> None:
         if self.ring is not None:
@@ -490,5 +554,5 @@ class _Generation:
 
 
 def own_name() -> str:
-    """What this process is called among the members: unique, and of use to people."""
+    """Returns a unique name for this process among the members: HOST/PID/RANDOM."""
     return f"{socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"

@@ -1,4 +1,7 @@
-"""What the members have said about themselves when they came: known to all, so that nobody is asked again."""
+"""Encodes the peer info of elastic training's members (host, NICs, options), which all ranks keep from then on.
+
+Each member publishes it once, at the start or when it joins; a new generation needs no second exchange.
+"""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -10,29 +13,40 @@ from gradwire.comms.bootstrap.rendezvous import PeerInfos
 from gradwire.comms.boundary.messages import MessageError
 
 MOST_NBYTES = 1 << 20
-"""Bytes of what one process says about itself, inflated."""
+"""Largest size of one process's peer info after decompression, in bytes."""
 
 START = "start"
-"""Name of the start of a generation's ranks, which start once."""
+"""Generation name in the peer infos that `peer_infos` returns: constant, as no store exchanges them."""
 
 
 def packed(peer_info: PeerInfo) -> str:
-    """What a process says about itself, for the others to know once and for all; see `peer_infos`."""
+    """Encodes a process's peer info as base64 text, for the store; `unpacked` is the inverse."""
     return base64.b64encode(PeerInfos.of([peer_info], "").pack()).decode()
 
 
 def peer_infos(members: Sequence[str], said: Mapping[str, str]) -> PeerInfos:
-    """What the members of a generation have said about themselves, as `packed`: nobody is asked again."""
+    """Returns the peer infos of a generation's members with their ranks in it, from what is known here already.
+
+    Args:
+        members: Names of the processes, by rank.
+        said: Name -> peer info in the form of `packed`, for at least these members.
+
+    Raises:
+        MessageError: A text in `said` is no packed peer info.
+    """
     known = (unpacked(said[name]) for name in members)
     return PeerInfos.of([replace(each, rank=rank, size=len(members)) for rank, each in enumerate(known)], START)
 
 
 @lru_cache(maxsize=1024)
 def unpacked(said: str) -> PeerInfo:
-    """What `packed` was called on.
+    """Decodes the peer info of one process.
+
+    Args:
+        said: Result of `packed`, maybe of another process.
 
     Raises:
-        MessageError: It is something else.
+        MessageError: `said` is no base64, or not the peer info of exactly one process.
     """
     try:
         packed = base64.b64decode(said, validate=True)
@@ -45,15 +59,15 @@ def unpacked(said: str) -> PeerInfo:
 
 
 def next_across(members: Sequence[str], rank: int, said: Mapping[str, str]) -> int | None:
-    """A rank of the next host, in the order of the ranks and in a circle: not the same for all ranks of this one.
+    """Returns a rank on the next host, in a circle of the hosts; the ranks of one host get different ones if they can.
 
     Args:
-        members: By rank.
-        rank: This one.
-        said: What each has said about itself; where one has said nothing, nothing is known.
+        members: Names of the processes, by rank.
+        rank: This rank.
+        said: Name -> peer info in the form of `packed`; may lack members.
 
     Returns:
-        None where all are on one host, or nobody knows.
+        The rank; None if all members are on one host, or the peer info of a member is missing.
     """
     if any(name not in said for name in members):
         return None

@@ -38,7 +38,7 @@ class ResidualNotes(StepListener):
 
 
 def norm_in_words(note: str | None) -> str:
-    """Returns a clause for a log message.
+    """Returns a clause for a log message that says how large the lost residuals of a failed rank were.
 
     Args:
         note: The note of a failed rank; None if it published none.

@@ -1,11 +1,11 @@
-"""Operations that all ranks carry out, whoever is lost meanwhile: repeated by the survivors until they come to an end.
+"""Repeats operations of all ranks after a rank failure, among the survivors, until they complete.
 
-Each rank counts the operations that have come to an end here: the reduction of a step's gradients is one, a broadcast
-of DDP's buffers is another. Each ends with an all-reduce that needs every rank, so that no rank can end an operation
-before every other one has ended the one before it: after a failure the survivors' counts differ by one at most. Who is
-behind takes the result from who is ahead (of a step all have had the gradients already: that is what its last
-all-reduce tells), so no rank steps where another does not. Where all are alike the operation is repeated among the
-survivors, from what it was given: no step is lost but the part of it that the lost ranks had computed.
+Each rank counts the operations that it has completed: the reduction of a step's gradients is one, a broadcast of DDP's
+buffers is another. Each ends with an all-reduce that needs every rank, so no rank can complete an operation before
+every other one has completed the one before it: after a failure the survivors' counts differ by at most one. A rank
+that is behind takes the result from one that is ahead (for a step, its last all-reduce shows that all ranks have the
+averages already), so no rank steps where another does not. If all counts are equal the survivors repeat the operation
+from copies of its input: of the step only the part that the failed ranks had computed is lost.
 """
 
 import ctypes
@@ -43,48 +43,47 @@ from gradwire.comms.run.all_reduces import FutureTensor
 log = logging.getLogger("gradwire")
 
 AGREEMENT_SECONDS = 4 * (SILENCE_SECONDS + LEADER_SECONDS)
-"""Seconds for an agreement, with three leaders that are lost over it."""
+"""Longest wait in seconds for the vote on the surviving ranks, even if three of its leaders fail meanwhile."""
 
 LANES_SECONDS = 60.0
-"""Seconds for lanes to end whose connections are gone: milliseconds, on a machine that has time for them."""
+"""Longest wait in seconds for lanes to end after their connections were aborted; usually milliseconds."""
 
 MOST_REPEATS = 3
-"""The most repeats of one operation by the same members: a connection that broke is made anew, an error that comes
-again is raised."""
+"""Number of repeats of one operation by the same members after which an error is raised: a broken connection is made
+anew, an error that comes again is no broken connection."""
 
 MEETING_SECONDS = 60.0
-"""Seconds for members that all live to meet: a network between two of them that is mended within that time ends no
-job."""
+"""Seconds for which members that all live try to connect again; a network that recovers meanwhile ends no job."""
 
 MOST_REFUSALS = 2
-"""The most times that the system refuses a rank memory or files while the ranks meet again: what it lacks may be there
-a moment later, when others have given theirs back. Then the rank leaves, and the others go on."""
+"""Number of times at which a rank leaves because the system has refused it memory or files while the ranks connect
+again. After the first refusal it tries again, as other processes may have freed some; the other ranks go on."""
 
 _REFUSALS = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE})
-"""What an errno says that is this process's or its host's own affair, whatever its peers do: errno(3)."""
+"""Error numbers (errno(3)) for resources that this process or its host lacks, whatever its peers do."""
 
 Rebuild = Callable[[View, Store, FailurePolicy], Communicator]
-"""Makes the communicator of a new generation; the one before is closed."""
+"""Makes the communicator of a new generation; the one before is closed by then."""
 
 
 KEPT_CHANGES = 1000
-"""Latest changes of the ranks that are kept, each with what took how long."""
+"""Number of the latest changes of the ranks that `ResilientOps.changes` keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of the ranks, as one of them has gone through it.
+    """One change of the ranks, and the time that it took on this rank.
 
     Attributes:
-        generation: The new generation's number.
-        reason: Why.
-        lost: Names of those that are gone.
-        joined: Names of those that are new.
-        repeats: Whether an operation is carried out again after it.
-        began: When, by time.time().
-        seconds: What of it took how long, in order: `close` (what was under way is given up), `agree` (on who is left,
-            or on who joins), `place` (the ranks anew, and plan), `meet` (the first all-reduce, for which groups
-            connect), `hand over` (the state, to who has joined).
+        generation: Number of the new generation.
+        reason: Cause of the change, in words.
+        lost: Names of the processes that left or failed.
+        joined: Names of the processes that joined.
+        repeats: Whether the operation in progress, such as a step's reduction, is repeated after it.
+        began: Time of its beginning, by time.time().
+        seconds: Duration of each part in seconds, in order: `close` (aborting and closing the old communicator),
+            `agree` (the vote on the members), `place` (placing the ranks and planning), `meet` (the first all-reduce,
+            for which groups connect), `hand over` (sending the state to processes that join; only then).
     """
 
     generation: int
@@ -96,13 +95,18 @@ class Change:
     seconds: dict[str, float]
 
     def __str__(self) -> str:
-        """`0.52 s: close 0.02, agree 0.11, ...`."""
+        """Returns the whole duration and that of each part, as in `0.13 s (close 0.02, agree 0.11)`."""
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         return f"{sum(self.seconds.values()):.2f} s ({parts})"
 
 
 class _Stopwatch:
-    """Splits the time that a change takes into parts."""
+    """Splits the time that a change of the ranks takes into parts.
+
+    Attributes:
+        began: Time at which it was made, by time.time().
+        seconds: Name of each part -> its duration in seconds.
+    """
 
     def __init__(self) -> None:
         self.began = time.time()
@@ -126,17 +130,28 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 class GenerationFailureReporter(FailureReporter):
-    """Where a failure of one generation's communicator is told: the membership finds out who is left.
+    """Reports failures of one generation's communicator; which ranks are left, `Membership` finds out.
 
     Args:
-        rank: This rank in it.
-        failures: What is known of failures in it.
+        rank: This rank's number in the generation.
+        failures: Rank failures found in the generation so far; reports are added to it.
     """
 
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
-        """Ends the generation for all ranks; who is missing, the membership finds out."""
+        """Ends the generation for all ranks, and returns the error for this rank's futures.
+
+        Args:
+            error: What the collective raised.
+            phase: Name of the collective, for the message.
+            members: Not used here: the vote on the members finds the missing ranks.
+            launches: Not used here.
+            waiting: Not used here.
+
+        Returns:
+            An error without missing ranks; an `OutOfResourcesError` if the system refused this rank memory or files.
+        """
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         self.signal_abort(f"{phase} failed: {cause}")
         kind = OutOfResourcesError if _is_refusal(error) else CollectiveError
@@ -150,12 +165,12 @@ def first_failure_policy(rank: int, size: int, timeout: timedelta) -> FailurePol
 
 
 def first_membership(communicator: Communicator, prefix: str, timeout: timedelta, first: FailurePolicy) -> Membership:
-    """The membership of the ranks that start together.
+    """Makes the membership of the ranks that start together; they are named `rank 0`, `rank 1` and so on.
 
     Args:
-        communicator: Of all of them.
-        prefix: Of its keys, in the store without any prefix; with the name of this start.
-        timeout: For the other ranks' answers.
+        communicator: Communicator of all ranks that start.
+        prefix: Prefix of the membership's keys in the store; unique to this start of the job.
+        timeout: Longest wait for an answer of another rank.
         first: Failure policy of `communicator`.
     """
     names = tuple(f"rank {rank}" for rank in range(communicator.size))
@@ -165,7 +180,7 @@ def first_membership(communicator: Communicator, prefix: str, timeout: timedelta
 
 
 def unheld(rebuild: Rebuild) -> Rebuild:
-    """A method, as a function that does not keep its object alive."""
+    """Wraps a bound method in a function that does not keep the method's object alive."""
     method = weakref.WeakMethod(rebuild)
 
     def call(view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
@@ -190,18 +205,19 @@ class ResilientOps:
     """Runs the operations of one rank so that they complete even if other ranks fail.
 
     Args:
-        membership: Who is left.
-        communicator: Of the membership's generation.
-        joins: Whether this rank joins with this generation: every error is raised until the first `complete` has
-            returned. From then on it is a rank like the others.
-        rebuild: Makes the next one.
-        timeout: For what the ranks of a generation tell each other through the store.
+        membership: Agrees with the other ranks on the members of each generation.
+        communicator: Communicator of the membership's present generation.
+        rebuild: Makes the communicator of the next generation.
+        timeout: Longest wait for what the ranks of a generation exchange through the store.
+        joins: Whether this rank joins a running job with this generation: every error is raised until the first
+            `complete` has returned. From then on it is a rank like the others.
 
     Attributes:
         position: Number of operations completed on this rank.
         communicator: Communicator of the present generation.
-        repeated: Number of operations that were started again.
-        has_begun: Whether this rank has sent a part of an operation for which it calls `complete` later.
+        membership: See above.
+        repeated: Number of repeats of operations so far.
+        has_begun: Returns whether this rank has sent a part of an operation for which it calls `complete` later.
         by_itself: Whether this rank ran the last operation itself, rather than got its result from ranks that were
             ahead. In that case either all ranks of the present generation ran it in this generation, or none did.
         changes: The last changes of membership, oldest first.
@@ -238,25 +254,25 @@ class ResilientOps:
 
     @property
     def view(self) -> View:
-        """The members as of now."""
+        """The ranks of the present generation, seen from this one."""
         return self.membership.view
 
     def complete(self, attempt: Callable[[], Tensor | None], like: Tensor | None = None) -> Tensor | None:
-        """Carries out an operation; all ranks, in the same order.
+        """Runs an operation to its end even if ranks fail; all ranks run the same operations in the same order.
 
         Args:
-            attempt: Carries it out once, with `communicator`, and returns its result; None where all ranks have it by
-                then, whoever is lost later. May be called again, and then begins anew.
-            like: Of the shape and dtype of the result, on the communicator's device; None where that is None. The
-                result may have fewer rows, where it has one of each rank.
+            attempt: Runs the operation once on `communicator` and returns its result, or None if there is nothing to
+                hand to a rank that missed its end. Called again from the beginning after a failure.
+            like: Tensor with the shape and dtype of the result, on the communicator's device; None if `attempt` returns
+                None. The result may have fewer rows if it has one for each rank.
 
         Returns:
-            The result, of this rank or of one that is ahead.
+            The result of `attempt` on this rank, or that of a rank that had completed the operation before a failure.
 
         Raises:
-            EvictedError: This rank cannot go on.
-            RuntimeError: The operation has failed `MOST_REPEATS` times though nobody was lost, and this rank was the
-                first to fail. Those that have only heard of it go on without this one.
+            EvictedError: The other ranks go on without this one, or no rank is left to go on with.
+            RuntimeError: The operation has failed `MOST_REPEATS` times in a row among the same members, and this rank
+                was the first to report it. The others go on without this one.
         """
         self._started = self.position + 1
         alike = 0
@@ -287,25 +303,30 @@ class ResilientOps:
         return result
 
     def follow(self) -> None:
-        """Goes on among those that are left, where a rank has been lost since the last one (between two operations).
+        """Enters the next generation if a rank has failed since the last operation; does nothing otherwise.
 
-        Only where no rank can be further than this one; else what it has missed would be lost.
+        To be called only if no rank can have completed more operations than this one: their results would be lost here.
 
         Raises:
-            EvictedError: This rank cannot go on.
+            EvictedError: The other ranks go on without this one, or no rank is left to go on with.
         """
         if (failure := self.membership.failures.first) is not None:
             self._recover(RuntimeError(failure.reason), None)
 
     def admit(self, newcomers: Sequence[Newcomer], requests: Requests) -> bool:
-        """Enters a generation with new ranks; all ranks, between the same two operations.
+        """Enters a generation with new processes; all ranks call it between the same two operations.
+
+        A rank that took the last result from others changes nothing: the others have entered the generation already.
 
         Args:
-            newcomers: Which.
-            requests: Where they wait for an answer.
+            newcomers: The processes that join.
+            requests: Their requests; rank 0 answers them.
 
         Returns:
-            Whether one of them is there now.
+            Whether at least one of them is a member now; not so if a rank failed meanwhile.
+
+        Raises:
+            EvictedError: The other ranks go on without this one, or no rank is left to go on with.
         """
         names = [name for _, name, _ in newcomers]
         # Who had to take the last result from others was not there when they tried, and they have gone on without.
@@ -333,10 +354,10 @@ class ResilientOps:
         return bool(set(names) & set(self.view.members))
 
     def wait(self, future: FutureTensor) -> Tensor:
-        """Waits for an all-reduce, on CUDA on the host, too.
+        """Waits on the host for an all-reduce and returns its tensor; on CUDA for the device as well.
 
         Raises:
-            RuntimeError: It has failed.
+            RuntimeError: The all-reduce failed, or a rank failed meanwhile.
         """
         value = future.wait()
         if value.is_cuda:
@@ -344,10 +365,10 @@ class ResilientOps:
         return value
 
     def synchronize(self, device: torch.device) -> None:
-        """Waits on the host until a CUDA device has come to the end of what is on the current stream.
+        """Waits on the host until a CUDA device has finished the work on the current stream.
 
         Raises:
-            RuntimeError: What was under way has been given up.
+            RuntimeError: A rank has failed, so the work was aborted and its results are undefined.
         """
         passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         passed.record(torch.cuda.current_stream(device))
@@ -358,7 +379,7 @@ class ResilientOps:
             raise RuntimeError(failure.reason)
 
     def close(self) -> None:
-        """Leaves the others: in order between two operations, else they go on without this rank."""
+        """Leaves the other ranks. Between two operations that is orderly; during one they detect a rank failure."""
         self.membership.close(orderly=self._started == self.position and not self.has_begun())
         self.communicator.close()
 
@@ -374,12 +395,20 @@ class ResilientOps:
         return None if deadline is None else deadline.overdue()
 
     def _recover(self, error: Exception, like: Tensor | None) -> tuple[bool, Tensor | None]:
-        """Forms the groups of the next generation; whether the running operation has come to its end, and its result.
+        """Enters the next generation after a failure: aborts, waits for the vote on the members, and connects again.
+
+        Args:
+            error: What failed on this rank.
+            like: Template of the running operation's result; see `complete`.
+
+        Returns:
+            Whether other ranks had completed the running operation, which is not repeated then; and its result, None if
+            it has none or is to be repeated.
 
         Raises:
-            EvictedError: This rank cannot go on.
-            RuntimeError: The same members have failed to meet again and again, for `MEETING_SECONDS`; or the system has
-                refused this rank memory or files `MOST_REFUSALS` times, and the others go on without it.
+            EvictedError: The other ranks go on without this one, no rank is left, or lanes did not stop.
+            RuntimeError: The same members failed to connect for `MEETING_SECONDS`; or the system has refused this rank
+                memory or files `MOST_REFUSALS` times, and the others go on without it.
             OSError: The system has refused this rank memory or files, as above.
         """
         alike, refusals, began = 0, 0, time.monotonic()
@@ -388,6 +417,7 @@ class ResilientOps:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if before.size == 1:
                 raise EvictedError(f"no other rank is left, and this one has failed: {reason}") from error
+            # Abort what is in flight, and wait until it has stopped.
             watch = _Stopwatch()
             self.membership.failures.report(PeerFailure(reason, FAILED))
             self.communicator.abandon(reason)
@@ -398,6 +428,7 @@ class ResilientOps:
                     f"communication in flight did not stop within {LANES_SECONDS:g} s after: {reason}"
                 ) from error
             watch.lap("close")
+            # Enter the generation that the vote on the members has made, and connect its ranks.
             view = self.membership.next(AGREEMENT_SECONDS)
             watch.lap("agree")
             try:
@@ -418,6 +449,7 @@ class ResilientOps:
                 _forget(error)
                 error = failed
                 continue
+            # Free what the old generation held, and record the change.
             _forget(error)
             _trim_heap()
             change = self._note(view, reason, not found[0] and self._started > self.position, watch)
@@ -442,7 +474,19 @@ class ResilientOps:
         )
 
     def _catch_up(self, like: Tensor | None) -> tuple[bool, Tensor | None]:
-        """Takes the result of the running operation from ranks that have come to its end."""
+        """Exchanges the operation counts of a new generation's ranks, and takes a missed result from a rank ahead.
+
+        A rank that joins takes over the largest count and no result.
+
+        Args:
+            like: Template of the running operation's result; None if it has none.
+
+        Returns:
+            Whether this rank had missed the end of the operation; and its result, None if it has none or none is due.
+
+        Raises:
+            RuntimeError: A rank failed.
+        """
         device, rank, size = self.communicator.device, self.view.rank, self.view.size
         words = torch.zeros((size, 2), dtype=torch.int64, device=device)
         if not self._joins:
@@ -470,7 +514,7 @@ class ResilientOps:
 
 
 def _forget(error: BaseException) -> None:
-    """Lets go of what an error's frames hold: groups of a generation that is over, with gloo's threads and connections.
+    """Clears the frames of an error, which hold the old generation's groups with gloo's threads and connections.
 
     They are in circles, which only a full collection would find; with torch imported that takes tenths of a second.
     """
@@ -489,7 +533,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def _trim_heap() -> None:
-    """Gives the system back what is free in the C library's heaps.
+    """Returns memory that is free in the C library's heaps to the system.
 
     Each lane's thread takes its memory from a heap of its own, of which glibc has eight for each processor, and what
     lies free in those of threads that have ended stays resident. 2x2, onebit, a model of 0.3 MB: 4.5 MB more after each
@@ -504,5 +548,5 @@ POLL_SECONDS = 0.0002
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, 1-D uint8; the same memory. Sums of such with zeros are exact."""
+    """Returns a 1-D uint8 view of a contiguous tensor's memory; a sum of such bytes with zeros is exact."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -32,7 +32,7 @@ JOINED = (
 
 
 class ElasticHookState(HookState):
-    """A `HookState` whose steps complete even if ranks fail; `HookState(..., elastic=True)` creates it.
+    """Completes the steps of a DDP model even if ranks fail: the `HookState` that `HookState(elastic=True)` creates.
 
     Overrides the points of a step at which ranks can change. `ElasticTraining` decides what is kept and repeated.
 

@@ -1,9 +1,9 @@
-"""What a rank that joins has to know: parameters, buffers, and whatever else has a `state_dict`, from rank 0 to all.
+"""Broadcasts rank 0's training state to processes that join: the model, and all else that has a `state_dict`.
 
-Tensors travel by the planned broadcast, end to end in pieces of `PIECE_NBYTES`; everything else in one piece before
-them, in the format of `torch.save`, which is read back without unpickling anything but plain values, and by newcomers
-alone. What all ranks need to take part is JSON. What is small travels as a sum with zeros, for which the ranks are
-connected already. Where rank 0 cannot give its state, it gives the reason instead: newcomers leave, the others go on.
+Tensors travel by the planned broadcast, end to end in pieces of `PIECE_NBYTES`. Everything else travels before them in
+the format of `torch.save`; only joining ranks read it, without unpickling anything but plain values. What all ranks
+need to take part is JSON. Small messages travel as a sum with zeros, for which the ranks are connected already. If
+rank 0 cannot make its state, it sends the reason instead: joining processes leave, the others go on.
 """
 
 import io
@@ -24,17 +24,19 @@ from gradwire.comms.elastic.resilient_ops import as_bytes
 from gradwire.comms.run.all_reduces import FutureTensor
 
 PIECE_NBYTES = 64 << 20
-"""Bytes of one broadcast: large against a latency, small against a model."""
+"""Largest number of bytes that are broadcast at once, unless one tensor is larger: many to hide the latency, few
+against the memory of a model."""
 
 SMALL_NBYTES = 512 << 10
-"""Up to here a broadcast saves less than its connections cost: tenths of a second on a busy machine."""
+"""Largest message in bytes that travels as a sum with zeros: for such a one a broadcast saves less than its connections
+cost, which is tenths of a second on a busy machine."""
 
 TENSOR = "gradwire tensor"
-"""Stands for a tensor in what is saved: (TENSOR, number, dtype, shape)."""
+"""First entry of the mark (TENSOR, index, dtype, shape) that stands for a tensor in a packed state."""
 
 
 def rehearse() -> None:
-    """Has torch import what it reads states with, a tenth of a second: before other ranks wait for this one."""
+    """Saves and loads an empty state, so that torch's imports (a tenth of a second) do not delay other ranks later."""
     file = io.BytesIO()
     torch.save({}, file)
     file.seek(0)
@@ -42,17 +44,22 @@ def rehearse() -> None:
 
 
 class Carried(Protocol):
-    """Something that training goes on with: an optimizer, a scheduler, a GradScaler, a data loader."""
+    """An object whose state a joining process receives: an optimizer, a scheduler, a GradScaler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it knows: tensors, numbers, strings, and lists, tuples and dictionaries of them."""
+        """Returns the state: tensors, numbers, strings, and lists, tuples and dictionaries of them."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Takes over what `state_dict` of another process returned."""
+        """Loads the state that `state_dict` has returned in another process."""
 
 
 def pack(value: object, tensors: list[Tensor]) -> object:
-    """`value` with a mark in the place of each tensor, which is appended to `tensors`."""
+    """Returns a copy of a state in which marks replace the tensors; see `TENSOR`.
+
+    Args:
+        value: Tensors, numbers, strings, and lists, tuples and dictionaries of them.
+        tensors: List to which the tensors are appended, in the order of their marks.
+    """
     if isinstance(value, Tensor):
         tensors.append(value.detach())
         return (TENSOR, len(tensors) - 1, value.dtype, tuple(value.shape))
@@ -68,7 +75,12 @@ def pack(value: object, tensors: list[Tensor]) -> object:
 
 
 def unpack(value: object, tensor: Callable[[int], Tensor]) -> Any:
-    """What was packed, with `tensor(number)` in the place of each mark."""
+    """Returns a copy of a packed state in which tensors replace the marks: the inverse of `pack`.
+
+    Args:
+        value: Result of `pack`.
+        tensor: Returns the tensor with an index in the list that `pack` has filled.
+    """
     if isinstance(value, tuple) and len(value) == 4 and value[0] == TENSOR:
         return tensor(value[1])
     if isinstance(value, dict):
@@ -81,18 +93,18 @@ def unpack(value: object, tensor: Callable[[int], Tensor]) -> Any:
 
 
 class _Packed:
-    """A state as it travels.
+    """A state, packed for the broadcast.
 
     Args:
         state: Tensors, numbers, strings, and lists, tuples and dictionaries of them.
 
     Attributes:
-        said: All but the tensors, as `torch.save` writes it.
-        tensors: In order; those without elements do not travel.
-        pieces: Numbers of tensors that travel together.
+        said: Everything but the tensors, in the format of `torch.save`.
+        tensors: The tensors, in the order of their marks; those without elements are not sent.
+        pieces: For each broadcast the indices of the tensors in it.
 
     Raises:
-        ValueError: It has something else in it.
+        ValueError: `state` holds something else, or a tensor that is sparse or has no memory.
     """
 
     def __init__(self, state: Mapping[str, object]) -> None:
@@ -119,13 +131,13 @@ class _Packed:
 
 
 def check_state(own: Callable[[], Mapping[str, object]]) -> None:
-    """Finds out whether a state can be handed over, before anybody waits for it.
+    """Checks that rank 0's state can be sent, before any other rank waits for it.
 
     Args:
-        own: Gives it.
+        own: Returns the state; see `_Packed`.
 
     Raises:
-        ValueError: It cannot: `own` raises, or it holds something that does not travel.
+        ValueError: `own` raises, or the state holds something that cannot be sent.
     """
     try:
         _Packed(own())
@@ -137,12 +149,12 @@ def check_state(own: Callable[[], Mapping[str, object]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What `StateTransfer.run` has brought.
+    """The result of `StateTransfer.run` on one rank.
 
     Attributes:
-        shared: What all ranks get.
-        state: Rank 0's; None where it was not wanted, or could not be had.
-        refused: Why it could not be had; None where it could.
+        shared: Rank 0's argument `shared`, on all ranks.
+        state: Rank 0's state; None if this rank did not want it, or rank 0 could not send it.
+        refused: Why rank 0 could not send its state; None if it could.
     """
 
     shared: Any
@@ -152,13 +164,13 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What comes before the state: see `StateTransfer.run`.
+    """The first message of a broadcast, from which all ranks know how many bytes follow.
 
     Attributes:
-        shared: See there.
-        refused: Why there is no state; None where there is one.
-        said: Bytes of what is no tensor.
-        pieces: Of each piece the bytes of its tensors.
+        shared: See `StateTransfer.run`.
+        refused: Why no state follows; None if one does.
+        said: Number of bytes of everything but the tensors.
+        pieces: For each broadcast the numbers of bytes of its tensors.
     """
 
     shared: object
@@ -172,11 +184,11 @@ _WHY: MessageType[str | None] = MessageType(str | None)
 
 
 class StateTransfer:
-    """A broadcast of rank 0's state to all ranks; all of them call `run`.
+    """Broadcasts rank 0's state to the ranks of a communicator, all of which call `run`.
 
     Args:
-        communicator: Of ranks that are all there.
-        wait: Waits for an all-reduce, or raises what went wrong.
+        communicator: Communicator of the ranks.
+        wait: Waits for an all-reduce and returns its tensor, or raises its error.
     """
 
     def __init__(self, communicator: Communicator, wait: Callable[[FutureTensor], Tensor]) -> None:
@@ -185,16 +197,17 @@ class StateTransfer:
         self._planned = PlannedCollectives(communicator) if communicator.device.type == "cpu" else None
 
     def run(self, own: Callable[[], Mapping[str, object]], shared: object, *, wanted: bool) -> Handed:
-        """Sends rank 0's state.
+        """Broadcasts rank 0's state, and returns it on the ranks that want it.
 
         Args:
-            own: Gives this rank's; called on rank 0 alone.
-            shared: What all ranks shall know of rank 0, newcomers or not; plain values, as in JSON.
-            wanted: Whether this rank takes the state; else it passes by.
+            own: Returns this rank's state; called on rank 0 alone.
+            shared: Plain values, as in JSON, that rank 0 sends to all ranks; ignored on others.
+            wanted: Whether this rank keeps the state; otherwise it only takes part in the broadcast.
 
         Raises:
-            RuntimeError: A rank was lost.
+            RuntimeError: A rank failed.
         """
+        # Send the head, then everything but the tensors.
         root, device = self._communicator.rank == 0, self._communicator.device
         packed, refused = self._pack(own) if root else (None, None)
         head = {
@@ -208,6 +221,7 @@ class StateTransfer:
         sent = _HEAD.read(self._send_bytes(json.dumps(head).encode() if root else b""))
         refused = sent.refused
         said = self._send_bytes(packed.said if packed else b"", sent.said) if sent.said else b""
+        # Send the tensors, some of them end to end in each broadcast.
         bytes_of: list[Tensor] = []
         for number, counts in enumerate(sent.pieces):
             piece = torch.zeros(sum(counts), dtype=torch.uint8, device=device)
@@ -225,6 +239,7 @@ class StateTransfer:
                 bytes_of += [part.clone() for part in torch.split(piece, list(counts))]
         if sent.pieces:
             refused = _WHY.read(self._send_bytes(json.dumps(refused).encode() if root else b""))
+        # Rebuild the state where it is wanted.
         if not wanted or refused is not None:
             return Handed(sent.shared, None, refused)
         marked = torch.load(io.BytesIO(said), weights_only=True)
@@ -240,18 +255,18 @@ class StateTransfer:
         return Handed(sent.shared, unpack(marked, found.__getitem__), None)
 
     def _pack(self, own: Callable[[], Mapping[str, object]]) -> tuple[_Packed | None, str | None]:
-        """Rank 0's state, or why there is none: whatever it is, the others go on."""
+        """Packs rank 0's state; returns (state, None), or (None, reason) if that fails in any way."""
         try:
             return _Packed(own()), None
         except Exception as error:  # noqa: BLE001 - told to those that wanted it
             return None, f"{error}" if isinstance(error, ValueError) else f"{error!r}"
 
     def _send_bytes(self, own: bytes, nbytes: int | None = None) -> bytes:
-        """Rank 0's bytes.
+        """Broadcasts bytes from rank 0, and returns them on all ranks.
 
         Args:
-            own: They, on rank 0.
-            nbytes: How many, where all ranks know.
+            own: The bytes on rank 0; empty on all other ranks.
+            nbytes: Their number, the same on all ranks; None sends the number first.
         """
         device = self._communicator.device
         if nbytes is None:
@@ -270,10 +285,14 @@ class StateTransfer:
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Fills a model's parameters and buffers, in place.
+    """Loads rank 0's state dict into a model, in place.
+
+    Args:
+        module: The module inside the DDP model.
+        state: State dict of the same module on rank 0.
 
     Raises:
-        ValueError: It has others than rank 0's.
+        ValueError: The names, shapes or dtypes of the entries differ.
     """
     own = module.state_dict()
     if own.keys() != state.keys():
@@ -306,7 +325,14 @@ def _collect(value: object, shapes: dict[int, tuple[torch.dtype, tuple[int, ...]
 
 
 def _pieces(nbytes: Sequence[int]) -> list[list[int]]:
-    """Numbers of tensors of so many bytes that travel together, in order; empty ones do not travel."""
+    """Groups tensors for the broadcasts, in order, by at most `PIECE_NBYTES` unless a single tensor is larger.
+
+    Args:
+        nbytes: Number of bytes of each tensor.
+
+    Returns:
+        For each broadcast the indices of its tensors; empty tensors are in none.
+    """
     pieces: list[list[int]] = []
     total = PIECE_NBYTES
     for number, count in enumerate(nbytes):
