@@ -34,7 +34,7 @@ _RANKS: MessageType[tuple[int, ...]] = MessageType(tuple[Rank, ...])
 def agree_on_grid(
     store: Store, name: str, rank: int, peers: Iterable[int], wanted: str, error: str | None, timeout: timedelta
 ) -> None:
-    """Compare the settings of all ranks of the grid.
+    """Compares the settings of all ranks of the grid, so that an error on one rank raises on all of them.
 
     Args:
         store: Store that all ranks share.
@@ -81,16 +81,16 @@ def _read(polling: PollingStore, key: str, rank: int) -> str:
 def reporter_of_grid(
     store: Store, name: str, groups: Sequence[dist.ProcessGroup], peers: Iterable[int], timeout: timedelta
 ) -> StoreFailureReporter:
-    """Where all ranks of a grid hear that one of them has failed: each waits for its row and its column.
+    """Makes the reporter through which all ranks of a grid learn of a rank failure; they all call it together.
 
-    A rank knows its row and its column alone. Who else there is, is looked up when something has failed.
+    A rank knows only its row and its column. The other ranks of the grid are looked up when a rank has failed.
 
     Args:
-        store: Shared by all ranks of the default group.
-        name: As for `agree_on_grid`, which has succeeded before.
-        groups: This rank's row and its column, in the same order on all ranks.
-        peers: The ranks of both, in the default group.
-        timeout: For a look-up.
+        store: Store that all ranks of the default group share.
+        name: Name of the agreement, as for `agree_on_grid`, which has succeeded before.
+        groups: Process groups of this rank's row and column, in the same order on all ranks.
+        peers: Ranks of this rank's row and column, in the default group.
+        timeout: Longest wait for an answer of the store.
     """
     # A name of this start keeps its keys apart from those of an earlier start of the job in the same store.
     start = secrets.token_hex(8)

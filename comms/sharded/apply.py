@@ -41,7 +41,7 @@ from gradwire.compressors.rules import rules_from, warn_of_idle
 CPU = torch.device("cpu")
 
 _applied = count()
-"""Numbers of the calls of `apply`, in the same order on all ranks of a model."""
+"""Counts the calls of `apply` in this process; the count names a call's keys in the store, so ranks must call alike."""
 
 NOT_SHARDED = (
     "`model` has no module that torch.distributed.fsdp.fully_shard (FSDP2), or replicate of "
@@ -61,46 +61,48 @@ def apply(
     config: Config | None = None,
     **options: object,
 ) -> FsdpState:
-    """Takes over collectives of a model of FSDP2: call it after all `fully_shard` or `replicate()`, before a step.
+    """Takes over the collectives of an FSDP2 model: call it after all `fully_shard` or `replicate()`, before a step.
 
     All ranks of the model call it, with the same arguments.
 
     Args:
-        model: On which, and on whose blocks, `fully_shard(..., mesh=mesh["shard"])` was called; or `replicate()` of
-            torch.distributed._composable.replicate_with_fsdp.
+        model: The model on which, and on whose blocks, `fully_shard(..., mesh=mesh["shard"])` was called; or
+            `replicate()` of torch.distributed._composable.replicate_with_fsdp.
         replicas: The other dimension of the mesh, `mesh["replicate"]`: the ranks that hold the same shards. Their
             gradients are averaged by the cheapest plan, or compressed. None: there is no second dimension, or torch
             averages over it (a two-dimensional mesh was given to `fully_shard`). It can be left out if all of the
             model is replicated: then it is the mesh of `replicate()`.
-        shards: What gradients travel as between nodes in the reduce-scatter over the ranks that share parameters:
-            "exact", "bf16", "int8", "int4" or "waterfill4". Exact ones are planned on CPUs, where that beats the
-            library, on whatever backend; on CUDA they are torch's own, as they are with `plan="flat"`. In fewer bits:
-            inside a node they are summed exactly, and all of it is exact where those ranks are on one node;
+        shards: Format in which gradients travel between nodes in the reduce-scatter over the ranks that share
+            parameters: "exact", "bf16", "int8", "int4" or "waterfill4". On CPUs an exact reduce-scatter follows a plan
+            of gradwire's where that beats the library, on whatever backend; on CUDA, and with `plan="flat"`, it is
+            torch's own. With a format of fewer bits gradients
+            are still summed exactly inside a node, and altogether exactly where those ranks are on one node;
             `plan="flat"` takes each rank for a node. Rounding to int8 and int4 is random and without bias, and no
             residual is kept; the compression error of waterfill4 is added to the next sum, and kept as N - 1 float32
             rows of the size of this rank's shards, of N nodes.
-        weights: What weights travel as between nodes in the all-gather: "exact" (see `shards`), "bf16", "int8" or
-            "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay exact.
-            waterfill4 is of differences from what was sent last, and keeps N float32 rows of that size; the first
-            all-gather is exact, and those of the backward pass send nothing between nodes. Call `flush()` on all ranks
-            after weights were changed by hand: the next all-gather is exact.
-        seed: Of the random rounding.
-        config: The configuration; by default what the environment gives.
+        weights: Format in which weights travel between nodes in the all-gather: "exact" (see `shards`), "bf16", "int8"
+            or "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay exact.
+            waterfill4 sends differences from the weights sent last, for which this rank keeps N float32 rows of the
+            size of its shards; the first all-gather is exact, and those of the backward pass send nothing between
+            nodes. Call `flush()` on all ranks after weights were changed by hand: the next all-gather is exact.
+        seed: Seed of the random rounding of int8 and int4.
+        config: The configuration; None takes it from the environment.
         **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
-            the environment. Of `rules`, those that leave a parameter dense hold for `shards` and `weights` too, by its
-            whole shape; vectors and the smallest matrices are always dense. Refused are `fusion`
-            and `probe`, because FSDP2 says what travels together, by its parameter groups; what becomes of the sum
-            (`average`, `reduction`, ...); `elastic` and `join`: a lost rank's shards are lost.
+            the environment. A rule in `rules` that leaves a parameter dense holds for `shards` and `weights` too, and
+            goes by the parameter's whole shape; vectors and the smallest matrices are always dense. Refused are
+            `fusion` and `probe`, because FSDP2's parameter groups decide what travels together; options that change
+            the sum (`average`, `reduction`, ...); `elastic` and `join`, because a lost rank's shards are lost.
 
     Returns:
         The state; keep it for reports, checkpoints and `flush`.
 
     Raises:
         TypeError: An option has an unknown name, or `replicas` is no mesh.
-        ValueError: On all ranks alike: `model` is not one of FSDP2, its mesh or `replicas` do not fit, or a value
-            does not fit or differs between the ranks.
+        ValueError: `model` is not one of FSDP2, its mesh or `replicas` do not fit, or a value does not fit or differs
+            between the ranks. All ranks raise it.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
+    # Check what can be checked on this rank alone.
     config = Config.given(config, options)
     if replicas is not None and not isinstance(replicas, DeviceMesh):
         raise TypeError(
@@ -120,6 +122,7 @@ def apply(
             names = _names(model, param_groups)
         except ValueError as failed:
             error = str(failed)
+    # Compare the settings of all ranks, so that a mistake on one of them raises on all.
     replica_ranks = _replica_ranks(param_groups, replicas)
     wanted = (
         f"replicas of {len(replica_ranks)} ranks, shards={shards!r}, weights={weights!r}, "
@@ -139,6 +142,7 @@ def apply(
     assert names is not None
     if config.compressor is not None:
         warn_of_idle(config.rules, names.numels(), "Patterns are shell-style, of the whole name.")
+    # From here on the model is changed. First connect the replicas, and all ranks of the grid for failures.
     for param_group in param_groups:
         param_group.note_present()
     between = _group_between(param_groups) if replicas is None else replicas.get_group()
@@ -150,12 +154,14 @@ def apply(
     beside = device.type == "cuda" and (few_bits or between is not None)
     torchs = TorchGroups(device) if beside else None  # before the first communicator is made
     state = FsdpState(model, param_groups, names, between, config, reporter)
+    # Then put gradwire's collectives in the place of torch's, between the ranks that share parameters.
     links = ShardLinks(device, config, reporter, torchs, few_bits=few_bits)
     rounding = Rounding(seed, dist.get_rank())
     stats = PhaseStats(HostClock(), ())
     carried = install(param_groups, names, shards, weights, rules_from(config.rules), rounding, links.of, stats)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
     overlap = Overlap(param_groups) if device.type == "cpu" else None
+    # Have loaded states compared between ranks, and hand everything to the state.
     rows = [rows for link in links.made.values() for rows in link.loaded.values()]
     if shards == CARRIED and state._connection is not None and state._connection.compression is None:
         rows.append(LoadedRows())  # between replicas, where no compressor's state is compared
@@ -181,14 +187,18 @@ def apply(
 
 
 class ShardLinks:
-    """What the ranks that share parameters have in common, for each group of them.
+    """Makes and keeps the `ShardLink` of each group of ranks that share parameters.
 
     Args:
-        device: Where the model computes.
+        device: Device on which the model computes.
         config: The configuration.
-        reporter: Of all ranks of the grid.
-        torchs: On CUDA, where torch's collectives and gradwire's are in flight on one device.
-        few_bits: Something travels in fewer bits between nodes.
+        reporter: Reports a rank failure to all ranks of the grid.
+        torchs: Orders the launches of torch's collectives and gradwire's on one CUDA device; None on a CPU, and where
+            only torch launches collectives.
+        few_bits: Whether gradients or weights travel in fewer bits between nodes.
+
+    Attributes:
+        made: Ranks of a group, in the default group -> its link.
     """
 
     def __init__(
@@ -209,14 +219,17 @@ class ShardLinks:
 
     @property
     def communicators(self) -> list[Communicator]:
-        """Those of the links."""
+        """The communicators of all links made so far, one for each group; empty on CUDA."""
         return [link.communicator for link in self.made.values() if link.communicator is not None]
 
     def of(self, group: dist.ProcessGroup) -> ShardLink:
-        """The link of one group; all its ranks call this at the same point.
+        """Returns the link of a group; makes it at the first call. All ranks of the group call it at the same point.
+
+        Args:
+            group: The ranks that share parameters.
 
         Raises:
-            RuntimeError: A rank did not join.
+            RuntimeError: A rank did not join within the time-out.
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self.made:
@@ -236,12 +249,12 @@ class ShardLinks:
 
     @property
     def nodes(self) -> str:
-        """The placement as text: for each group, the ranks of each node: `0,1 2,3`."""
+        """The placement as text: the ranks of each node, `0,1 2,3`, groups separated by `; `; empty if not known."""
         found = [link.nodes.members for link in self.made.values() if link.nodes is not None]
         return "; ".join(" ".join(",".join(map(str, node)) for node in members) for members in found)
 
     def describe(self) -> str:
-        """Where the ranks are, in words."""
+        """Returns how the ranks of all groups are placed, for a report: `2 nodes of 4`."""
         found = {
             link.nodes.describe() if link.nodes is not None else "exact collectives by plans where they are faster"
             for link in self.made.values()
@@ -251,6 +264,14 @@ class ShardLinks:
     def _loaded(
         self, kind: str, ranks: Sequence[int], communicator: Communicator | None, like: Sequence[int] | None
     ) -> LoadedRows:
+        """Returns an object that compares one kind of loaded state between the ranks of a group.
+
+        Args:
+            kind: `RESIDUAL` or `SENT`.
+            ranks: The group's ranks, in the default group.
+            communicator: Connects the ranks on a CPU; None on CUDA.
+            like: For each rank of the group, the rank of it whose state must be equal; None compares all of them.
+        """
         index = ranks.index(dist.get_rank())
         find_exited = None if communicator is None else communicator.ended
         peer_wait = PeerWait(range(len(ranks)), index, find_exited, self._reporter.abort_reason)
@@ -280,6 +301,7 @@ class ShardLinks:
 
 
 def _error_of_choices(shards: str, weights: str, param_groups: Sequence[ShardedParamGroup]) -> str | None:
+    """Returns what is wrong with `shards` or `weights`, as an error message; None if both fit the model."""
     for name, value, choices in (("shards", shards, SHARD_CHOICES), ("weights", weights, WEIGHT_CHOICES)):
         if value not in choices:
             return f"`{name}` is {value!r}; wanted one of {', '.join(choices)}"
@@ -297,7 +319,14 @@ def _error_of_choices(shards: str, weights: str, param_groups: Sequence[ShardedP
 
 
 def _error_of_complex(model: nn.Module, asked: Mapping[str, str | None]) -> str | None:
-    """Complex rows are not taken for pairs of numbers here, and codecs would drop the imaginary parts."""
+    """Returns an error message if a complex model is to be compressed; None if it is not.
+
+    Codecs would drop the imaginary parts, and rows are not viewed as pairs of real numbers here.
+
+    Args:
+        model: The sharded model.
+        asked: Option -> its value; None, "none" and "exact" compress nothing.
+    """
     few = [f"`{name}` is {value!r}" for name, value in asked.items() if value not in (None, "none", "exact")]
     names = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
     if not few or not names:
@@ -311,7 +340,14 @@ def _error_of_complex(model: nn.Module, asked: Mapping[str, str | None]) -> str 
 def _error_of(
     model: nn.Module, param_groups: Sequence[ShardedParamGroup], replicas: DeviceMesh | None, config: Config
 ) -> str | None:
-    """What is wrong on this rank; None where nothing is."""
+    """Returns what is wrong with the model, the meshes or the options on this rank, as a message; None if all fit.
+
+    Args:
+        model: The model as the caller gave it.
+        param_groups: The model's parameter groups; empty if it is not one of FSDP2.
+        replicas: The mesh of the replicas as the caller gave it.
+        config: The configuration with the caller's options.
+    """
     if not param_groups:
         return NOT_SHARDED
     if sharded_roots(model) > 1:
@@ -356,7 +392,7 @@ def _error_of(
 
 
 def unfit_option(config: Config) -> str | None:
-    """Which option asks for what sharded models do not have, in words; None where there is none."""
+    """Returns an error message about the first option that sharded models do not support; None if there is none."""
     for name in config.asked_for([*FUSION, *MEASURING]):
         return (
             f"`{name}` is {getattr(config, name)!r}; FSDP2 decides what is sent together, by its groups: leave it out"
@@ -375,6 +411,7 @@ def unfit_option(config: Config) -> str | None:
 
 
 def _error_of_replicas(param_groups: Sequence[ShardedParamGroup], replicas: DeviceMesh) -> str | None:
+    """Returns why `replicas` does not fit the mesh of the model, as an error message; None if it fits."""
     rank = dist.get_rank()
     if _is_native(param_groups):
         return "`replicas` is given, but torch averages over the replicas itself: " + _how_to_replicate(param_groups)
@@ -404,14 +441,19 @@ def _error_of_replicas(param_groups: Sequence[ShardedParamGroup], replicas: Devi
 
 
 def _is_native(param_groups: Sequence[ShardedParamGroup]) -> bool:
-    """Whether torch shards over one dimension of a mesh and averages over the other one itself: native HSDP."""
+    """Returns whether torch shards over one dimension of a mesh and averages over the other one: native HSDP."""
     return any(
         param_group.shard_group is not None and param_group.replica_group is not None for param_group in param_groups
     )
 
 
 def _replicated_over(param_groups: Sequence[ShardedParamGroup], *, some: bool = False) -> list[set[int]]:
-    """The ranks of each group that `replicate()` was called over; none if a module is sharded, but for `some`."""
+    """Returns the sets of ranks over which `replicate()` was called, each set once.
+
+    Args:
+        param_groups: Parameter groups of the model.
+        some: False returns an empty list if any parameter group is sharded; True leaves sharded ones out.
+    """
     found: list[set[int]] = []
     for param_group in param_groups:
         if param_group.shard_group is not None:
@@ -427,11 +469,12 @@ def _listed(ranks: Sequence[set[int]]) -> str:
 
 
 def _group_between(param_groups: Sequence[ShardedParamGroup]) -> dist.ProcessGroup | None:
-    """The group over which gradwire averages if `replicas` is not given: that of `replicate()`."""
+    """Returns the group of `replicate()`, over which gradwire averages if `replicas` is not given; None without one."""
     return param_groups[0].replica_group if _replicated_over(param_groups) else None
 
 
 def _how_to_replicate(param_groups: Sequence[ShardedParamGroup]) -> str:
+    """Returns the advice that ends an error message: how this model gets the `replicas` that it needs."""
     if _is_native(param_groups):
         return (
             "the mesh given to fully_shard replicates too (native HSDP). Shard over one dimension, "
@@ -447,6 +490,7 @@ def _how_to_replicate(param_groups: Sequence[ShardedParamGroup]) -> str:
 
 
 def _names(model: nn.Module, param_groups: Sequence[ShardedParamGroup]) -> ShardNames:
+    """Returns the names of all sharded parameters; puts the shards back in the place of whole parameters before."""
     for param_group in param_groups:
         param_group.reshard()
     return ShardNames({id(parameter): name for name, parameter in model.named_parameters()}, param_groups)
@@ -457,17 +501,19 @@ def _ranks(group: dist.ProcessGroup | None) -> set[int]:
 
 
 def _peers(param_groups: Sequence[ShardedParamGroup]) -> set[int]:
+    """Returns the ranks that share a parameter with this one, this one included; empty if nothing is sharded."""
     return set().union(*(_ranks(param_group.shard_group) for param_group in param_groups))
 
 
 def _replica_ranks(param_groups: Sequence[ShardedParamGroup], replicas: DeviceMesh | None) -> set[int]:
+    """Returns the ranks to average over: those of `replicas`, or of `replicate()` if it is None; empty without both."""
     if replicas is not None:
         return set(replicas.mesh.flatten().tolist())
     return set().union(*_replicated_over(param_groups))
 
 
 def _shapes(param_groups: Sequence[ShardedParamGroup], names: ShardNames | None) -> str:
-    """The model in words; ranks of one grid must have the same."""
+    """Returns a description of the parameter groups, names and shapes, which must be equal on all ranks of a grid."""
     if names is None:
         return ""
     shards = [shard for param_group in param_groups for shard in names.of(param_group.parameters)]

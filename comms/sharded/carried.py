@@ -1,4 +1,4 @@
-"""State of a sharded model that makes four bits suffice both ways: gradient residuals, and the weights last sent.
+"""State of a sharded model with which 4-bit formats suffice: residuals of gradients, and the weights sent last.
 
 Gradients: the compression error of a row is added to the next one for the same owner (error feedback). Between
 nodes a rank sends N - 1 rows, each as long as its own shard, so that is what it keeps.
@@ -27,13 +27,13 @@ from gradwire.comms.step.loaded import LoadConsistencyCheck, Loaded
 from gradwire.compressors.rules import Rule
 
 CARRIED_ON = PREFIX + "carried/"
-"""Prefix of the keys in a rank's entry with carried state; kind and number of the parameter group follow."""
+"""Prefix of the keys in a rank's entry with saved rows: `RESIDUAL` or `SENT` and a parameter group's number follow."""
 
 SUMS_OF = PREFIX + "sums/"
 """Prefix of the keys in a rank's entry that count the sums behind a residual; followed as `CARRIED_ON` is."""
 
 RESIDUAL, SENT = "residual", "sent"
-"""Prefixes of the keys of saved rows; the number of the parameter group follows."""
+"""Kinds of carried rows: compression errors of gradients, and weights as the counterparts have them."""
 
 
 class ShardResidual:
@@ -45,6 +45,7 @@ class ShardResidual:
         others: Number of rows that are sent to other owners: one less than there are nodes.
 
     Attributes:
+        flushing: True if the next reduce-scatter sends the residual exactly, and leaves it zero.
         loss_scale: Loss scale of the gradients in the residual; a change rescales the residual.
         sums: Reduce-scatters of this parameter group so far; the same on all its ranks.
     """
@@ -157,7 +158,11 @@ class SentRows:
         """(count, numel of a row) float32; None before the first all-gather, which is exact."""
 
     def check(self, rows: Tensor | None) -> None:
-        """See `ShardResidual.check`."""
+        """Refuses saved rows of another model, or damaged ones.
+
+        Raises:
+            ValueError: Wrong shape or dtype.
+        """
         wanted = (self._count, self.runs.numel)
         if rows is not None and tuple(rows.shape) != wanted:
             raise ValueError(
@@ -183,7 +188,7 @@ def _refuse_other_dtype(rows: Tensor | None) -> None:
 
 
 class LoadedRows:
-    """Descriptions of the carried state that a rank loaded, for comparison with the other ranks.
+    """Describes the carried state that this rank has loaded, and compares it with the other ranks.
 
     A rank with other rows than its counterparts would send differences from weights that they do not have, or whole
     rows where they expect differences. A residual of another step belongs to other weights.
@@ -192,7 +197,7 @@ class LoadedRows:
         alike: Makes the check that compares this object on all ranks; None if another object's check covers it.
 
     Attributes:
-        loaded: Description by name, equal on consistent ranks; see `Loaded`.
+        loaded: Name -> description, equal on ranks that have loaded the same; see `Loaded`.
     """
 
     def __init__(self, alike: Callable[[Loaded], LoadConsistencyCheck] | None = None) -> None:

@@ -60,10 +60,10 @@ CARRIED = "waterfill4"
 """The choice, of gradients and of weights, that keeps its compression error for the next step."""
 
 SHARD_PHASE = 30
-"""Place of these collectives in a report: after the phases of plans and of sparse sums."""
+"""Sort key of these collectives in a report: they come after the phases of plans and of sparse sums."""
 
 BETWEEN_NODES = "between nodes"
-"""Level of these collectives in a report."""
+"""Name of the level in a report's rows of these collectives."""
 
 Count = Callable[[int, float], None]
 """Counts one exchange: (bytes that this rank contributed, bytes that it sent)."""
@@ -116,17 +116,33 @@ class AllGather(Allocating, ABC):
 
     @abstractmethod
     def start(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> ShardWork | None:
-        """Start it in the lanes of a communicator, behind all that were started there before, and return its work.
+        """Starts the all-gather in the lanes of a communicator, behind all collectives that were started there before.
+
+        Args:
+            output_tensor: (ranks * numel of a row), overwritten with every rank's row.
+            input_tensor: (numel of a row), this rank's.
+            group: The ranks.
 
         Returns:
-            None if this call goes over `group` or is issued on a stream: call the object then. The same on all ranks.
+            Its work; None if nothing was started, because this all-gather runs on torch's group or on a CUDA stream:
+            call the object instead. The same on all ranks.
         """
 
     @abstractmethod
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> object:
-        """Run it; return its work if it may still be in flight, else None."""
+        """Runs the all-gather, with the arguments of `start`.
+
+        Args:
+            output_tensor: See `start`.
+            input_tensor: See `start`.
+            group: See `start`.
+            async_op: Whether it may return before the result is there.
+
+        Returns:
+            The work to wait for; None if the result is there.
+        """
 
 
 class ReduceScatter(Allocating, ABC):
@@ -136,13 +152,23 @@ class ReduceScatter(Allocating, ABC):
     def start(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
     ) -> ShardWork | None:
-        """See `AllGather.start`."""
+        """Starts the reduce-scatter in the lanes of a communicator; see `AllGather.start`.
+
+        Args:
+            output_tensor: (numel of a row), overwritten with this rank's row of the sum or average.
+            input_tensor: (ranks * numel of a row); row r goes to rank r.
+            group: The ranks.
+            op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
+
+        Returns:
+            Its work; None if nothing was started: call the object instead.
+        """
 
     @abstractmethod
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Run it and wait for the result."""
+        """Runs the reduce-scatter with the arguments of `start`, and waits for the result; `async_op` is ignored."""
 
 
 class GradientReduceScatter(ReduceScatter):
@@ -157,11 +183,11 @@ class GradientReduceScatter(ReduceScatter):
         choice: "bf16", "int8", "int4" or "waterfill4".
         rules: Rules that decide which parameters are sent uncompressed.
         rounding: Random keys of the model.
-        count: Counts one exchange between nodes.
-        loaded: Compares the loaded residuals of the ranks.
+        count: Called with (contributed bytes, sent bytes) of each exchange between nodes.
+        loaded: Compares the residuals that the ranks have loaded.
 
     Attributes:
-        residual: The compression error of earlier steps; None if it is not kept.
+        residual: The compression error of earlier steps; None if the format keeps none.
     """
 
     def __init__(
@@ -212,7 +238,14 @@ class GradientReduceScatter(ReduceScatter):
     def _started(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
     ) -> ShardWork | None:
-        """Read everything that may change before the collective runs, then start it."""
+        """Reads all that may change before the collective runs (present parameters, loss scale, flush), then starts it.
+
+        Returns:
+            Its work; None on CUDA, where it was issued on the current stream.
+
+        Raises:
+            RuntimeError: The row has another length than expected.
+        """
         nodes, runs = self._nodes, self._runs_of_present()
         if runs.numel != output_tensor.numel():
             raise RuntimeError(
@@ -243,13 +276,21 @@ class GradientReduceScatter(ReduceScatter):
         return nodes.start(f"reduce_scatter {self._choice} (of shards)", steps(), INSIDE)
 
     def _runs_of_present(self) -> RowRuns:
+        """Returns the compressed and dense runs of a row with the parameters that have a gradient now."""
         key = tuple(map(id, self._param_group.present))
         if key not in self._runs:
             self._runs[key] = runs_of(self._names.of(self._param_group.present), self._rules)
         return self._runs[key]
 
     def _sum_inside(self, rows: Tensor) -> Generator[Hop, None, Tensor]:
-        """Return (nodes, numel): this node's sums of the rows of this rank and its counterparts, by node number."""
+        """Sums the rows inside this node, for the owners that are this rank and its counterparts.
+
+        Args:
+            rows: (ranks, numel of a row), this rank's; row r is for rank r.
+
+        Returns:
+            (nodes, numel of a row): this node's sum of the row of each counterpart, by the counterpart's node number.
+        """
         nodes = self._nodes
         if nodes.inside is None:
             return _select(rows, [indices[0] for indices in nodes.members])
@@ -267,7 +308,20 @@ class GradientReduceScatter(ReduceScatter):
         present: Sequence[NamedShard],
         flushing: bool,
     ) -> Generator[Hop, None, Tensor]:
-        """Exchange encoded rows between nodes, and return (numel) float32: this rank's row summed over all nodes."""
+        """Exchanges encoded rows with the counterparts, and sums this rank's row over all nodes.
+
+        Args:
+            between: Counterparts of this rank, itself included.
+            codec: Codec of the compressed runs.
+            runs: Compressed and dense runs of a row.
+            mine: (nodes, numel of a row): this node's sums, as `_sum_inside` returns them; not changed.
+            present: Parameters with a gradient, in the order of the row.
+            flushing: Whether residuals are added to the rows, which are then sent exactly and leave residuals of zero.
+
+        Returns:
+            (numel of a row) float32.
+        """
+        # Flush the residuals: add them to the rows, and send all of it exactly.
         own, residual = between.rank, self.residual
         kept: list[Tensor] | None = None if residual is None else residual.take(present, mine.device)
         others = [index for index in range(between.size) if index != own]
@@ -278,6 +332,7 @@ class GradientReduceScatter(ReduceScatter):
                 scatter_runs(gather_runs(sums, runs.compressed) + row, sums, runs.compressed)
                 row.zero_()
             runs = RowRuns(runs.numel, (), ((0, runs.numel),))
+        # Encode the row of each other owner, exchange, and add this rank's own contribution, which is not encoded.
         nbytes = payload_nbytes(codec, runs, mine.dtype)
         payloads = torch.zeros(between.size, nbytes, dtype=torch.uint8, device=mine.device)
         for place, index in enumerate(others):
@@ -321,9 +376,9 @@ class EncodedAllGather(AllGather):
     Args:
         runs: Compressed and dense runs of a row with all parameters of the group.
         nodes: Placement of the ranks, and the members of the two steps.
-        choice: "bf16", "int8" or "waterfill4"; rounds to nearest.
-        exact: The all-gather for other meshes.
-        count: Counts one exchange between nodes.
+        choice: Format between nodes: "bf16", "int8" or "waterfill4"; rounds to nearest.
+        exact: The exact all-gather that it replaces, called for other meshes.
+        count: Called with (contributed bytes, sent bytes) of each exchange between nodes.
     """
 
     def __init__(
@@ -345,10 +400,11 @@ class EncodedAllGather(AllGather):
             output_tensor: (ranks * numel of a row), floating.
             input_tensor: (numel of a row), this rank's; it may be a part of `output_tensor`.
             group: The ranks.
-            async_op: Ignored: it is in the order of the stream.
+            async_op: Passed on to the exact all-gather; else ignored.
 
         Returns:
-            None, for nothing to wait for; torch's work where torch's own is called.
+            None: the result is there, on CUDA for work that is queued on the current stream. The result of the exact
+            all-gather on a mesh of another size.
         """
         if group.size() != self._nodes.size:
             return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
@@ -369,10 +425,10 @@ class EncodedAllGather(AllGather):
 
     @abstractmethod
     def _steps(self, output_tensor: Tensor, input_tensor: Tensor) -> Steps:
-        """Read everything that may change before the collective runs, and return the collective."""
+        """Reads all that may change before the collective runs, and returns the collective as a coroutine."""
 
     def _between(self, row: Tensor) -> Members:
-        """Return the members of the step between nodes, after a check of the row's length.
+        """Returns the members of the step between nodes, after a check of the row's length.
 
         Raises:
             RuntimeError: The row is of another length than expected.
@@ -388,7 +444,18 @@ class EncodedAllGather(AllGather):
     def _exchange(
         self, between: Members, runs: RowRuns, row: Tensor, sent: Tensor | None = None
     ) -> Generator[Hop, None, Tensor]:
-        """Encode a row, exchange it, and return (nodes, payload_nbytes) uint8: the payloads of all counterparts."""
+        """Encodes this rank's row, and gathers the payloads of its counterparts.
+
+        Args:
+            between: Counterparts of this rank, itself included.
+            runs: Compressed and dense runs of the row.
+            row: (numel of a row), floating: this rank's weights; not changed.
+            sent: (numel of a row) float32: the weights that the counterparts have of this row already. Compressed runs
+                are encoded as the difference from them (delta encoding). None encodes the weights themselves.
+
+        Returns:
+            (nodes, payload_nbytes) uint8: the payloads in the order of `between.ranks`.
+        """
         nbytes = payload_nbytes(self._codec, runs, row.dtype)
         payload = torch.empty(nbytes, dtype=torch.uint8, device=row.device)
         encode_row(self._codec, runs, row, payload, sent=sent)
@@ -398,10 +465,13 @@ class EncodedAllGather(AllGather):
         return across
 
     def _of_all_ranks(self, across: Tensor) -> Generator[Hop, None, list[tuple[int, Tensor]]]:
-        """Pass on inside the node what this rank has of its counterparts; return it all as (rank, what it has sent).
+        """Gathers inside the node what each of its ranks has received from its counterparts on other nodes.
 
         Args:
-            across: (nodes, ...), in the order of the counterparts.
+            across: (nodes, ...), what this rank's counterparts have sent, in the order of `nodes.between.ranks`.
+
+        Returns:
+            (rank, its payload or row) for every rank of the group.
         """
         nodes = self._nodes
         by_node = _select(across, [nodes.numbers.index(number) for number in range(len(nodes.members))])
@@ -438,7 +508,7 @@ class DifferenceAllGather(EncodedAllGather):
         runs, nodes, exact, count: As in `EncodedAllGather`.
 
     Attributes:
-        sent: The weights that the counterparts have.
+        sent: The weights that the counterparts have of each other: the base of the next differences.
     """
 
     def __init__(
@@ -460,6 +530,13 @@ class DifferenceAllGather(EncodedAllGather):
         return self._gathered(output_tensor, input_tensor, again=self._param_group.gathers_again)
 
     def _gathered(self, output_tensor: Tensor, input_tensor: Tensor, *, again: bool) -> Steps:
+        """Fills `output_tensor` with every rank's row, as a coroutine.
+
+        Args:
+            output_tensor: (ranks * numel of a row), floating.
+            input_tensor: (numel of a row), this rank's.
+            again: Whether the weights are those of the last all-gather: nothing is sent between nodes then.
+        """
         between, rows = self._between(input_tensor), self.sent.rows
         if rows is None or not again:
             rows = yield from self._renewed(between, input_tensor)
@@ -468,7 +545,15 @@ class DifferenceAllGather(EncodedAllGather):
             found[index].copy_(row)
 
     def _renewed(self, between: Members, row: Tensor) -> Generator[Hop, None, Tensor]:
-        """Send the differences, and return (nodes, numel) float32: what all counterparts have now."""
+        """Exchanges differences from the weights sent last (the first time whole rows), and adds them to `sent`.
+
+        Args:
+            between: Counterparts of this rank, itself included.
+            row: (numel of a row), floating: this rank's weights.
+
+        Returns:
+            (nodes, numel of a row) float32, in the order of `between.ranks`: the same bits on all counterparts.
+        """
         exact = self.sent.rows is None
         # Rows are kept and change in steps that train, so they are never made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
@@ -488,7 +573,7 @@ class DifferenceAllGather(EncodedAllGather):
 
 
 def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
-    """Return the rows in another order; stacks views, because an index tensor would have to be copied to the device."""
+    """Returns the rows in another order; stacks views, because an index tensor would be copied to the device."""
     if list(order) == list(range(len(rows))):
         return rows
     return torch.stack([rows[index] for index in order])
@@ -496,14 +581,14 @@ def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ShardLink:
-    """Everything that the collectives of one group of ranks share. Its communicator is closed when it is collected.
+    """The objects that all collectives of one group of ranks share. Its communicator is closed when it is collected.
 
     Attributes:
         nodes: Placement of the ranks; None if nothing is compressed.
         communicator: Connects the ranks on a CPU; None on CUDA.
         planned: Exact collectives by plans, on a CPU; None if the group is gradwire's backend, which plans itself.
-        torchs: On CUDA, where torch's collectives and gradwire's are in flight on one device: they may take turns.
-        loaded: By kind, what this rank has loaded of what is carried on; empty where nothing is in fewer bits.
+        torchs: Orders the launches of torch's collectives and gradwire's on one CUDA device; None without such.
+        loaded: `RESIDUAL` and `SENT` -> description of the state that this rank loaded; empty if nothing is compressed.
     """
 
     nodes: ShardNodes | None
@@ -521,9 +606,9 @@ class ExactReduceScatter(ReduceScatter):
     """The exact reduce-scatter of one parameter group on a CPU: planned if that is faster, and watched in any case.
 
     Args:
-        param_group: Whose.
-        link: Of the ranks that share it.
-        exact: Torch's own.
+        param_group: The parameter group.
+        link: Link of the ranks that share it.
+        exact: Torch's own reduce-scatter, run if no plan is faster.
     """
 
     def __init__(self, param_group: ShardedParamGroup, link: ShardLink, exact: Callable[..., object]) -> None:
@@ -536,7 +621,7 @@ class ExactReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Writes the sum, or the average, of all ranks' row of this rank to `output_tensor`.
+        """Writes this rank's row, summed or averaged over all ranks, to `output_tensor`.
 
         Args:
             output_tensor: (numel of a row), floating.
@@ -576,8 +661,8 @@ class ExactAllGather(AllGather):
     """The exact all-gather of one parameter group on a CPU: planned if that is faster, and watched in any case.
 
     Args:
-        link: Of the ranks that share the parameter group.
-        exact: Torch's own, also for the smaller mesh of `reshard_after_forward=2`.
+        link: Link of the ranks that share the parameter group.
+        exact: Torch's own all-gather: runs if no plan is faster, and on the mesh of `reshard_after_forward=2`.
     """
 
     def __init__(self, link: ShardLink, exact: Callable[..., object]) -> None:
@@ -595,10 +680,10 @@ class ExactAllGather(AllGather):
             output_tensor: (ranks * numel of a row), any dtype.
             input_tensor: (numel of a row), this rank's; it may be a part of `output_tensor`.
             group: The ranks.
-            async_op: Return at once.
+            async_op: Whether it may return before the result is there; a planned one is waited for in any case.
 
         Returns:
-            With `async_op` what is to be waited for.
+            The work to wait for; None if the result is there.
         """
         if (work := self.start(output_tensor, input_tensor, group)) is not None:
             work.wait()
@@ -622,6 +707,8 @@ class ExactAllGather(AllGather):
 def _issuing(
     exact: Callable[..., object], output: Tensor, source: Tensor, group: dist.ProcessGroup, **options: object
 ) -> Callable[[], BackendWork]:
+    """Returns a function that starts torch's own collective `exact` on these tensors, and returns its work."""
+
     def issue() -> BackendWork:
         return cast(
             BackendWork, exact(output_tensor=output, input_tensor=source, group=group, async_op=True, **options)
@@ -640,7 +727,7 @@ def install(
     link_of: Callable[[dist.ProcessGroup], ShardLink],
     stats: PhaseStats,
 ) -> dict[str, ShardResidual | SentRows]:
-    """Replace the reduce-scatter and the all-gather of parameter groups by gradwire's.
+    """Replaces the reduce-scatter and the all-gather of parameter groups by gradwire's.
 
     Args:
         param_groups: Parameter groups of the model. Groups that are not sharded, or over one rank, are skipped.
@@ -660,6 +747,7 @@ def install(
         group = param_group.shard_group
         if group is None or group.size() == 1:
             continue
+        # Exact collectives first: those that are compressed below take their place, and call them on other meshes.
         link = link_of(group)
         if link.communicator is not None:
             param_group.set_reduce_scatter(ExactReduceScatter(param_group, link, param_group.reduce_scatter))
@@ -670,6 +758,7 @@ def install(
         nodes = link.nodes
         if nodes is None or nodes.between is None:
             continue
+        # Compress between nodes; if the ranks are on one node, all stays exact.
         counted_in = stats if link.communicator is None else link.communicator.executor.stats
         if shards != "exact":
             loaded = link.loaded[RESIDUAL]

@@ -116,7 +116,9 @@ class RowRuns:
     Attributes:
         numel: Elements of the row.
         compressed: Compressed runs (start, stop), ascending, adjacent ones joined.
-        dense: The other runs, likewise.
+        dense: Runs (start, stop) that are sent unchanged, ascending, adjacent ones joined.
+        compressed_numel: Elements in all compressed runs.
+        dense_numel: Elements in all dense runs.
     """
 
     numel: int
@@ -131,11 +133,12 @@ class RowRuns:
 
 
 def runs_of(shards: Sequence[NamedShard], rules: Sequence[Rule]) -> RowRuns:
-    """Divide a row into compressed and dense runs.
+    """Divides a row into compressed and dense runs.
 
     Args:
         shards: Shards of the row, in their order.
-        rules: The first rule that matches a parameter, by its whole shape, decides: compressor "none" keeps it dense.
+        rules: Rules of compressors. The first one that matches a parameter's name and whole shape decides; its
+            compressor "none" keeps the shard dense. A shard without a matching rule is compressed.
     """
     runs: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     start = 0

@@ -36,14 +36,14 @@ _all_gather = dist.all_gather_single
 _reduce_scatter = dist.reduce_scatter_single
 
 _HOST: MessageType[tuple[str, str, str]] = MessageType(tuple[str, str, str])
-"""What `host_identity` returns."""
+"""Message by which ranks exchange the result of `host_identity`: what identifies a rank's host."""
 
 INSIDE, BETWEEN = "inside", "between"
 LANES: dict[str, Lane] = {INSIDE: (-1, 0), BETWEEN: (-2, 0)}
 """Step -> its lane in a communicator on the CPU. No plan has these lanes, nor have sums of sparse gradients."""
 
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
-"""The value of a job's future: its results are in the tensors that it was given."""
+"""Value of a collective's future: the result itself is in the collective's output tensor."""
 
 Steps = Generator[Hop, None, None]
 """A collective of both steps, as a coroutine that yields the lane in which it continues; on CUDA it yields nothing."""
@@ -69,13 +69,18 @@ class Members(Protocol):
         """Number of ranks in this step."""
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Steps:
-        """Fill `output` with this rank's part of the sum of `source` (numel = size * output.numel()), overwritten."""
+        """Sums `source` over the ranks, and fills `output` with this rank's part of the sum.
+
+        Args:
+            output: This rank's part, overwritten.
+            source: (size * output.numel()), the parts of all ranks in their order; overwritten.
+        """
 
     def all_gather(self, output: Tensor, source: Tensor) -> Steps:
-        """Fill `output` (numel = size * source.numel()) with every rank's `source`."""
+        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in the order of `ranks`."""
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Steps:
-        """Send the r-th of `size` equal parts of `source` to rank r; `output` has the same shape."""
+        """Sends the r-th of `size` equal parts of `source` to rank r; fills `output` with what the ranks send here."""
 
 
 class TorchMembers:
@@ -83,7 +88,7 @@ class TorchMembers:
 
     Args:
         group: The process group of this step's ranks.
-        everyone: Ranks in the default group of all ranks that share parameters.
+        everyone: All ranks that share parameters, by their ranks in the default group.
         torchs: Serializes launches of several NCCL communicators on one device; None issues at once.
     """
 
@@ -115,12 +120,14 @@ class TorchMembers:
 
 
 class LinkedMembers:
-    """Members on the CPU, in a lane of a communicator's executor: shared memory in a node, transports between nodes.
+    """Runs the collectives of one step on the CPU, in the lane of this step in a communicator's executor.
+
+    Ranks of a node exchange data through shared memory, ranks of different nodes through the communicator's transport.
 
     Args:
         communicator: Connects all ranks that share parameters.
-        ranks: The ranks of this step in the communicator, ascending.
-        step: `INSIDE` or `BETWEEN`.
+        ranks: The ranks of this step, by their ranks in the communicator, ascending.
+        step: `INSIDE` (a node) or `BETWEEN` (nodes): decides the lane.
     """
 
     def __init__(self, communicator: Communicator, ranks: Sequence[int], step: str) -> None:
@@ -146,6 +153,12 @@ class LinkedMembers:
         yield from self._run("all_to_all", lambda on: on.all_to_all(output, source))
 
     def _run(self, op: str, issue: Callable[[Transport], Work]) -> Steps:
+        """Hops to the lane of this step, then issues a collective there and waits for it.
+
+        Args:
+            op: Name of the collective, for errors and traces.
+            issue: Issues it on the lane's transport, and returns its work.
+        """
         # Invariant: only the thread of this lane issues on its transports, so all ranks issue in the same order.
         yield Hop(self._lane, ())
         where = "inside the node" if self._step == INSIDE else "between nodes"
@@ -167,10 +180,13 @@ class ShardWork(FutureWork):
         self._communicator = communicator
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is there.
+        """Blocks until the result is there.
+
+        Args:
+            timeout: Longest wait; None takes the time-out of the communicator's configuration.
 
         Raises:
-            CollectiveError: It, or a collective before it, failed.
+            CollectiveError: This collective, or one before it in the executor, failed.
             RuntimeError: It is not done within `timeout`.
         """
         try:
@@ -182,7 +198,7 @@ class ShardWork(FutureWork):
 
 
 def _in_lanes(steps: Steps, lane: Lane, inference: bool) -> Generator[Hop, None, Tensor]:
-    """Resume a collective with the caller's inference mode, which each thread has its own of.
+    """Runs a collective in the lanes' threads, without autograd and with the caller's inference mode.
 
     Args:
         steps: The collective.
@@ -214,7 +230,7 @@ class ShardNodes:
         places: Places of the ranks of `inside`, in their order.
         between: Members of the step between nodes: this rank and its counterparts; None if there is one node.
         numbers: Numbers of the nodes of `between`'s ranks, in their order.
-        communicator: Whose executor runs the collectives; None on CUDA.
+        communicator: The communicator whose executor runs the collectives; None on CUDA.
     """
 
     size: int
@@ -227,7 +243,7 @@ class ShardNodes:
     communicator: Communicator | None = None
 
     def start(self, name: str, steps: Steps, first: str) -> ShardWork | None:
-        """Start a collective of both steps: on the CPU in the lanes, behind all that were started before.
+        """Starts a collective of both steps; on the CPU in the lanes, behind all that were started before.
 
         Args:
             name: Name of the collective, for errors and traces.
@@ -252,7 +268,7 @@ class ShardNodes:
 
     @property
     def counterparts(self) -> list[int]:
-        """For each rank of the group, its counterpart on the first node."""
+        """For each rank of the group, the index of its counterpart on the first node."""
         found = [0] * self.size
         for node in self.members:
             for place, index in enumerate(node):
@@ -260,7 +276,7 @@ class ShardNodes:
         return found
 
     def describe(self) -> str:
-        """Describe the placement for a report: `2 nodes of 4`."""
+        """Returns the placement for a report: `2 nodes of 4`, `4 ranks of one node, exact` or `8 ranks, flat`."""
         nodes, width = len(self.members), len(self.members[0])
         if nodes == 1:
             return f"{width} ranks of one node, exact"
@@ -268,10 +284,13 @@ class ShardNodes:
 
 
 def arrange(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the ranks by node, nodes in the order of their first rank.
+    """Returns the indices of the ranks of each node, nodes in the order of their first rank.
 
     If nodes have different numbers of ranks, some would have no counterpart: then each rank counts as a node of its own
     and the exchange is flat.
+
+    Args:
+        hosts: For each rank, its host: any hashable value, equal for ranks on one node.
     """
     nodes: dict[object, list[int]] = {}
     for index, host in enumerate(hosts):
@@ -290,7 +309,7 @@ def find_nodes(
     communicator: Communicator | None,
     torchs: TorchGroups | None = None,
 ) -> ShardNodes:
-    """Find the node of each rank of a group, and make the members of the two steps. All ranks of the group call it.
+    """Finds the node of each rank of a group, and makes the members of the two steps. All ranks of the group call it.
 
     Args:
         group: Group of the ranks that share parameters.
@@ -317,6 +336,7 @@ def find_nodes(
 
 
 def _node_of(members: Sequence[Sequence[int]], index: int) -> int:
+    """Returns the number of the node on which the rank with this index is."""
     return next(number for number, indices in enumerate(members) if index in indices)
 
 
@@ -327,7 +347,15 @@ def _part(
     indices: Sequence[int],
     step: str,
 ) -> Members | None:
-    """Return the members of a step; None if it is this rank alone."""
+    """Returns the members of a step; None if this rank is the only one. On CUDA it may make a group of torch's.
+
+    Args:
+        group: All ranks that share parameters.
+        communicator: Connects them on a CPU; None on CUDA.
+        torchs: Orders launches on torch's groups on CUDA; None issues at once.
+        indices: The step's ranks, as indices in `group`, ascending.
+        step: `INSIDE` or `BETWEEN`.
+    """
     if len(indices) == 1:
         return None
     if communicator is not None:

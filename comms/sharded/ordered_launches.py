@@ -15,7 +15,7 @@ from gradwire.comms.transport.launch_order import Result, SerializesLaunches, To
 
 
 class TorchGroups:
-    """torch's process groups of a sharded model on one GPU, with launches in a common order.
+    """Orders the launches of torch's process groups of a sharded model with all others on one GPU.
 
     Args:
         device: CUDA device with its index.
@@ -27,11 +27,14 @@ class TorchGroups:
         devices.prepare(several=True)
 
     def issue(self, group: dist.ProcessGroup, collective: Callable[[], Result]) -> Result:
-        """Issue a collective on one of torch's groups from the current stream, ordered with the device's launches.
+        """Issues a collective on one of torch's groups from the current stream, ordered with the device's launches.
 
         Args:
             group: The process group. A group of gradwire's orders its own launches: its collectives are issued as is.
             collective: Issues it; returns its work, or None if the current stream waits for it.
+
+        Returns:
+            The result of `collective`.
         """
         if group not in self._issuers:
             self._issuers[group] = self._join(group)
@@ -39,6 +42,7 @@ class TorchGroups:
         return collective() if issuer is None else issuer.issue(collective)
 
     def _join(self, group: dist.ProcessGroup) -> TorchIssuer | None:
+        """Has the device order a group's launches; returns None for a group that is not torch's NCCL."""
         backend = None if isinstance(group, SerializesLaunches) else nccl_backend_of(group, self._device)
         if backend is None:
             return None
@@ -71,7 +75,7 @@ class OrderedCollective:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> Any:
-        """Issue the collective; return its work, or None."""
+        """Issues the collective in the device's order; returns its work, or None if the current stream waits for it."""
         return self._groups.issue(
             group, lambda: self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         )

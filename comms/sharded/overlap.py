@@ -23,7 +23,9 @@ gradients in memory. torch's default on CUDA (set_reduce_scatter_max_input_buffe
 
 
 class Overlap:
-    """The reduce-scatters in flight of one model on a CPU. One thread at a time: that of the backward pass.
+    """Keeps and waits for the reduce-scatters in flight of one model on a CPU.
+
+    Thread safety: none; the thread of the backward pass calls it.
 
     Args:
         param_groups: Parameter groups of the model; those with collectives of gradwire return early from now on.
@@ -38,7 +40,7 @@ class Overlap:
                 param_group.set_reduce_scatter(_ReduceScatter(self, param_group, param_group.reduce_scatter))
 
     def add(self, work: dist.Work, *, later: bool) -> None:
-        """Take in a reduce-scatter that was started, and wait for all but the last `MOST_REDUCING`.
+        """Takes a reduce-scatter that was started, and waits for all but the last `MOST_REDUCING`.
 
         Args:
             work: The reduce-scatter.
@@ -51,7 +53,7 @@ class Overlap:
             self._reducing.pop(0).wait()
 
     def settle(self) -> None:
-        """Wait for all reduce-scatters in flight, then raise the error of the first one that failed."""
+        """Waits for all reduce-scatters in flight, then raises the error of the first one that failed."""
         reducing, self._reducing = self._reducing, []
         failed: BaseException | None = None
         for work in reducing:

@@ -101,10 +101,10 @@ What of a class changes with every release, and matters nowhere here, is left ou
 
 
 class ShardedParameter:
-    """A parameter of FSDP2 on this rank, by torch's private FSDPParam.
+    """Reads torch's private FSDPParam: one parameter of FSDP2 on this rank.
 
     Attributes:
-        param: torch's.
+        param: The FSDPParam.
     """
 
     def __init__(self, param: object) -> None:
@@ -132,7 +132,7 @@ class ShardedParameter:
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """The dtype of its gradient as the optimizer sees it; None is that of the reduction.
+        """The dtype of its gradient as the optimizer sees it; None if it is the dtype in which gradients are reduced.
 
         Torch 2.15 lets a parameter have a `grad_dtype` of its own.
         """
@@ -147,19 +147,19 @@ class ShardedParameter:
 
     @property
     def followed(self) -> bool:
-        """Whether a hook of the user's reads its gradient as soon as it is there."""
+        """True if the user has set a hook that reads its gradient as soon as it is accumulated."""
         return bool(getattr(self.param.sharded_param, "_post_accumulate_grad_hooks", None))
 
     @property
     def gathers_itself(self) -> bool:
-        """Whether its tensor subclass brings an all-gather of its own (float8 weights do)."""
+        """True if its tensor subclass replaces the all-gather by one of its own, as float8 weights do."""
         return hasattr(self.param._sharded_local_tensor, "fsdp_pre_all_gather")
 
     def has_gradient(self, unused_too: bool) -> bool:
-        """Whether the next reduction of its parameter group takes it in, up to torch 2.14.
+        """Returns whether the next reduction of its parameter group includes its gradient; for torch up to 2.14.
 
         Args:
-            unused_too: Parameters without a gradient count as if it were zero.
+            unused_too: Whether the reduction includes parameters without a gradient, as zeros.
         """
         if not hasattr(self.param, "_unsharded_param"):
             return False
@@ -170,12 +170,18 @@ class ShardedParameter:
 
 
 class ShardedParamGroup:
-    """What FSDP2 gathers and reduces together, by torch's private FSDPParamGroup.
+    """Reads and changes torch's private FSDPParamGroup: the parameters that FSDP2 gathers and reduces together.
+
+    Args:
+        module: The module on which `fully_shard` or `replicate()` was called.
+        group: Torch's FSDPParamGroup.
+        state: Torch's FSDPState of `module`.
 
     Attributes:
-        module: That `fully_shard` or `replicate()` was called on.
-        parameters: In the order in which their shards lie in what is gathered.
-        present: Those that the running reduction takes in, in the order in which their gradients lie in it.
+        module: See above.
+        parameters: Its parameters, in the order of their shards in a gathered row.
+        present: Parameters whose gradients the current reduction includes, in their order in the row; see
+            `note_present`.
     """
 
     def __init__(self, module: nn.Module, group: Any, state: Any) -> None:
@@ -187,82 +193,83 @@ class ShardedParamGroup:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share its parameters; None where they are not sharded."""
+        """The ranks that share its parameters; None if they are not sharded."""
         return cast("dist.ProcessGroup | None", getattr(self._group.mesh_info, "shard_process_group", None))
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which torch itself all-reduces its gradients: of `replicate()`, and of native HSDP."""
+        """The ranks over which torch all-reduces its gradients, with `replicate()` and native HSDP; None otherwise."""
         return cast("dist.ProcessGroup | None", getattr(self._group.mesh_info, "replicate_process_group", None))
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which its parameters are gathered and used."""
         return cast(torch.device, self._group.device)
 
     @property
     def offloads(self) -> bool:
-        """Whether its parameters and gradients live on the CPU between steps."""
+        """True if its parameters and gradients are kept on the CPU between steps (CPUOffloadPolicy)."""
         return type(self._group.offload_policy).__name__ == "CPUOffloadPolicy"
 
     @property
     def divide_factor(self) -> float | None:
-        """What the user has set with `set_gradient_divide_factor`."""
+        """The factor that the user has set with `set_gradient_divide_factor`; None without one."""
         return cast("float | None", self._group.gradient_divide_factor)
 
     @property
     def finalized_by_hand(self) -> bool:
-        """Whether the user ends backward with `finalize_backward()`: torch 2.15, `set_manual_backward_finalization`."""
+        """True if the user ends backward passes with `finalize_backward()`; see `set_manual_backward_finalization`."""
         return _finalized_by_hand(self._state)
 
     @property
     def accumulates(self) -> bool:
-        """Whether this micro-batch is not the last: `set_requires_all_reduce(False)`, `set_is_last_backward(False)`.
+        """True if this micro-batch is not the last one of the step, so that its gradients are not averaged yet.
 
-        The second one says nothing where the user calls `finalize_backward()`.
+        The user says so by `set_requires_all_reduce(False)`, or by `set_is_last_backward(False)`, which is ignored if
+        backward is finalized by hand.
         """
         last = self._state._state_ctx.is_last_backward or self.finalized_by_hand
         return not self._group.all_reduce_grads or not last
 
     @property
     def gathers_again(self) -> bool:
-        """Whether what it gathers now is for the backward pass: weights that the forward pass has computed with."""
+        """True if it gathers for the backward pass: the same weights as in the forward pass."""
         return cast(str, self._group._training_state.name) == "PRE_BACKWARD"
 
     @property
     def hooked(self) -> bool:
-        """Whether a hook has been set that runs behind the reduce-scatter."""
+        """True if a hook is set that runs after the reduce-scatter."""
         return self._group._all_reduce_hook is not None
 
     @property
     def comm_names(self) -> tuple[str, str]:
-        """Classes of what carries out its all-gather and its reduce-scatter."""
+        """Names of the classes of its all-gather object and its reduce-scatter object."""
         return type(self._group._all_gather_comm).__name__, type(self._group._reduce_scatter_comm).__name__
 
     def set_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Run `hook(shard)` after each reduce-scatter. torch's method refuses modules with several parameter groups."""
+        """Runs `hook(row)` after each reduce-scatter. Torch's method refuses modules with several parameter groups."""
         self._group._all_reduce_hook = hook
 
     @property
     def all_gather(self) -> Callable[..., object]:
-        """What carries out its all-gathers."""
+        """The object that FSDP2 calls for its all-gathers."""
         return cast(Callable[..., object], self._group._all_gather_comm)
 
     @property
     def reduce_scatter(self) -> Callable[..., object]:
-        """What carries out its reduce-scatters."""
+        """The object that FSDP2 calls for its reduce-scatters."""
         return cast(Callable[..., object], self._group._reduce_scatter_comm)
 
     def set_all_gather(self, comm: object) -> None:
-        """Has `comm` carry out the all-gathers."""
+        """Makes FSDP2 call `comm` for its all-gathers."""
         self._group._all_gather_comm = comm
 
     def set_reduce_scatter(self, comm: object) -> None:
-        """Has `comm` carry out the reduce-scatters."""
+        """Makes FSDP2 call `comm` for its reduce-scatters."""
         self._group._reduce_scatter_comm = comm
 
     def remember_collectives(self) -> Callable[[], None]:
-        """Return a function that restores the current collectives."""
+        """Returns a function that restores the all-gather and reduce-scatter objects of now."""
         all_gather, reduce_scatter = self.all_gather, self.reduce_scatter
 
         def undo() -> None:
@@ -272,12 +279,13 @@ class ShardedParamGroup:
         return undo
 
     def leave_out_all_reduce(self) -> Callable[[], None]:
-        """Has torch leave a `replicate()` parameter group's all-reduce to the hook of `set_hook`.
+        """Switches off torch's all-reduce of a `replicate()` parameter group: the hook of `set_hook` averages instead.
 
-        Torch all-reduces what has a DDPMeshInfo. Its base class describes the same mesh, and names no group.
+        Torch all-reduces a parameter group that has a DDPMeshInfo. So this replaces it by its base class, which
+        describes the same mesh without a group.
 
         Returns:
-            Has torch all-reduce again, without the hook.
+            A function that switches torch's all-reduce on again, and removes the hook.
         """
         group, info = self._group, self._group.mesh_info
         base = _loaded("torch.distributed.fsdp._fully_shard._fsdp_common").DataParallelMeshInfo
@@ -289,14 +297,14 @@ class ShardedParamGroup:
         return undo
 
     def keeps(self, reduced: Sequence[ShardedParameter], dtype: torch.dtype) -> bool:
-        """Whether torch will make gradients of what is reduced without reading it before the backward pass ends.
+        """Returns whether torch only makes views of a reduced row before the backward pass ends, and reads no element.
 
-        It reads it to add it to gradients that are there, to cast or to divide it, to copy it to the host, and for
-        hooks that users have set on gradients.
+        Torch reads the row to add it to existing gradients, to cast or divide it, to copy it to the host, and for the
+        user's hooks on gradients.
 
         Args:
-            reduced: Whose gradients.
-            dtype: In which they are reduced.
+            reduced: Parameters whose gradients are in the row.
+            dtype: Dtype of the row.
         """
         group = self._group
         divided = dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
@@ -307,11 +315,14 @@ class ShardedParamGroup:
         )
 
     def reshard(self) -> None:
-        """Puts the shards back in the place of whole parameters."""
+        """Replaces gathered parameters by their shards again."""
         self._group._to_sharded()
 
     def note_present(self) -> None:
-        """Keeps `present` up to date from now on: torch tells its hooks how many elements come, but not whose."""
+        """Wraps a method of torch's, so that `present` is up to date in each reduction from now on.
+
+        Torch passes a row to its hooks without saying whose gradients it holds.
+        """
         taken = getattr(self._group, "_take_unsharded_grads_to_reduce", None)
         if taken is not None:
             self._note_taken(taken)
@@ -327,7 +338,11 @@ class ShardedParamGroup:
         self._group.post_backward = noting
 
     def _note_taken(self, take: Callable[[], tuple[list[Any], list[Tensor]]]) -> None:
-        """Torch 2.15 packs gradients by their dtype, and has a method that lists whose they are in that order."""
+        """Wraps the method by which torch 2.15 takes the gradients to reduce, and sets `present` from its result.
+
+        Args:
+            take: Torch's method; returns FSDPParams and their gradients in the order of the row, which is by dtype.
+        """
         known = {id(one.param): one for one in self.parameters}
 
         def taking() -> tuple[list[Any], list[Tensor]]:
@@ -339,13 +354,13 @@ class ShardedParamGroup:
 
 
 DEFAULT_SHARDED_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
-"""Classes of what carries out the collectives of FSDP2 where nobody has set anything."""
+"""Class names of torch's own all-gather and reduce-scatter objects: `comm_names` before anybody sets others."""
 
 
 def sharded_param_groups(model: nn.Module) -> list[ShardedParamGroup]:
-    """What FSDP2 has made of a model, in the model's order.
+    """Returns the parameter groups of a model, in the order of its modules.
 
-    Empty if neither `fully_shard` nor `replicate()` of FSDP2 was called on it.
+    The list is empty if neither `fully_shard` nor `replicate()` of FSDP2 was called on it.
     """
     param_groups: dict[int, ShardedParamGroup] = {}
     for module in _sharded_modules(model):
@@ -356,18 +371,18 @@ def sharded_param_groups(model: nn.Module) -> list[ShardedParamGroup]:
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:
-    """Return the modules that `fully_shard` was called on, also those without a parameter group of their own."""
+    """Returns the modules on which `fully_shard` was called, also those without a parameter group of their own."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def root_sharded_modules() -> list[nn.Module]:
-    """FSDP2's modules of this process, inside no other one, that have begun a forward pass. Any thread."""
+    """Returns FSDP2's outermost modules of this process that have begun a forward pass; any thread may call it."""
     return [each for each in _all_sharded_modules() if each._get_fsdp_state()._is_root is True]
 
 
 def _all_sharded_modules() -> list[Any]:
-    """Return all modules of this process that `fully_shard` was called on. Any thread."""
+    """Returns all modules of this process on which `fully_shard` was called; any thread may call it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -376,7 +391,7 @@ def _all_sharded_modules() -> list[Any]:
 
 
 def sharded_roots(model: nn.Module) -> int:
-    """How many modules of FSDP2 are inside no other one."""
+    """Returns the number of FSDP2's modules in `model` that are inside no other module of FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return 0
@@ -386,15 +401,15 @@ def sharded_roots(model: nn.Module) -> int:
 
 
 def at_end_of_sharded_backward(model: nn.Module, callback: Callable[[], None]) -> None:
-    """Has `callback()` run when FSDP2 is through with a backward pass; pipeline schedules call the same end themselves.
+    """Calls `callback()` each time that FSDP2 has finished a backward pass, also one of a pipeline schedule.
 
-    The end is that of the module whose output backward comes to first: mostly the outermost, also without parameters.
-    If the user finalizes backward by hand (torch 2.15), it is the end of `finalize_backward()`, or of `wait()` of what
-    `finalize_backward(async_op=True)` has returned.
+    A backward pass finishes at the module whose output it reaches first: mostly the outermost one, also if it has no
+    parameters. If the user finalizes backward by hand (torch 2.15), it finishes with `finalize_backward()`, or with
+    `wait()` of the work that `finalize_backward(async_op=True)` returns.
 
     Args:
-        model: All of it, or a part of what is sharded.
-        callback: Runs behind torch's own end, once.
+        model: The outermost module of FSDP2, or one inside it.
+        callback: Called after torch's own end of the backward pass.
     """
     around = [each for each in _all_sharded_modules() if any(inner is model for inner in each.modules())]
     states = [module._get_fsdp_state() for module in (*_sharded_modules(model), *around)]
@@ -405,12 +420,12 @@ def at_end_of_sharded_backward(model: nn.Module, callback: Callable[[], None]) -
 
 
 def at_first_sharded_backward(callback: Callable[[nn.Module], None]) -> None:
-    """Has `callback(model)` run when the first backward pass of each outermost module of FSDP2 begins.
+    """Calls `callback(model)` when the first backward pass of each outermost module of FSDP2 begins.
 
-    All ranks of a model come to a backward pass; a forward pass may be one rank's alone.
+    A backward pass is run by all ranks of a model, while one rank may run a forward pass alone.
 
-    FSDP2 takes two seconds to import, so its class is changed when a script imports it: torch's own `_State` is the
-    base of it, and light.
+    Importing FSDP2 takes two seconds. So if the script has not imported it, the class is changed when it does: through
+    its base class, torch's `_State`, which imports fast.
     """
     base = _composable_state._State
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
@@ -431,6 +446,7 @@ _BEGINS = "_register_root_post_backward_final_callback"
 
 
 def _call_before_first(kind: Any, callback: Callable[[nn.Module], None]) -> None:
+    """Wraps the method of class `kind` that begins a backward pass: calls `callback(model)` once for each model."""
     method = getattr(kind, _BEGINS)
     begun: WeakSet[Any] = WeakSet()
 
@@ -445,7 +461,7 @@ def _call_before_first(kind: Any, callback: Callable[[nn.Module], None]) -> None
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Whether all of FSDP2's modules in a model are those of `replicate()`, and there are some."""
+    """Returns whether all parameter groups of a model are those of `replicate()`; False if it has none."""
     param_groups = sharded_param_groups(model)
     return bool(param_groups) and all(
         param_group.shard_group is None and param_group.replica_group is not None for param_group in param_groups
@@ -453,7 +469,14 @@ def is_replicated(model: nn.Module) -> bool:
 
 
 def _call_behind(state: Any, name: str, by_hand: bool, callback: Callable[[], None]) -> None:
-    """Run `callback()` after each call of `name`, only in the mode `by_hand` (backward finalized by the user)."""
+    """Wraps a method of a module's FSDPState: calls `callback()` after it.
+
+    Args:
+        state: The FSDPState.
+        name: Name of the method.
+        by_hand: Whether `callback` is called if the user finalizes backward by hand; False: only if torch does.
+        callback: Called without arguments.
+    """
     method = getattr(state, name)
 
     def call(*arguments: object) -> None:
@@ -466,6 +489,7 @@ def _call_behind(state: Any, name: str, by_hand: bool, callback: Callable[[], No
 
 
 def _finalized_by_hand(state: Any) -> bool:
+    """Returns whether the current backward pass is finalized by the user; always False before torch 2.15."""
     context = state._state_ctx
     begun = getattr(context, "manual_backward_finalization_active", None)
     return bool(getattr(context, "manual_backward_finalization", False) if begun is None else begun)

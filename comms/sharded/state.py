@@ -1,12 +1,11 @@
-"""What gradwire keeps for a model that FSDP2 shards or replicates, and the step it goes through.
+"""The state of gradwire for a model that FSDP2 shards or replicates, and the steps of its training.
 
 FSDP2 reduce-scatters a parameter group's gradients over the ranks that share its parameters; then it calls a hook with
-this rank's row, which the state averages over the replicas. What the hook is given is divided by the number of shards
-only. torch goes on as soon as the hook returns: on CUDA the average is in the order of the stream that the hook runs
-on. On a CPU it is under way until the end of the backward pass, where torch makes nothing but views of it until then;
-else the hook waits for it.
+this rank's row, divided by the number of shards only. The hook averages the row over the replicas. torch goes on as
+soon as the hook returns. On CUDA the average is queued on the hook's stream. On a CPU it may be in flight until the
+backward pass ends, if torch only makes views of the row until then; else the hook waits for it.
 
-A parameter group of `replicate()` has no shards: torch is told to leave its all-reduce out, and calls the hook with
+A parameter group of `replicate()` has no shards: torch's own all-reduce is switched off, and torch calls the hook with
 the whole gradients of this rank.
 """
 
@@ -54,10 +53,10 @@ NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 log = logging.getLogger("gradwire")
 
 ROUNDING = PREFIX + "rounding"
-"""Key in a rank's entry: reduce-scatters so far, from which the random rounding of the next one follows."""
+"""Key in a rank's entry with the number of reduce-scatters so far, on which the next random rounding depends."""
 
 NODES = PREFIX + "nodes"
-"""Key in a rank's entry: which ranks that share parameters are on one node. Residuals fit this placement only."""
+"""Key in a rank's entry with the placement of the ranks that share parameters. Residuals fit no other placement."""
 
 TRANSFERS = PREFIX + "transfers"
 """Key in a rank's entry with the state of the compressor between replicas."""
@@ -77,12 +76,12 @@ class ShardTraffic:
         communicators: On a CPU, one for each of this rank's groups with several ranks; closed with the model.
         stats: Counters of compressed collectives on CUDA; None if none is compressed.
         rounding: Keys of random rounding, saved with the state; None if no collective is compressed.
-        described: Description for a report, one line.
-        overlap: The reduce-scatters in flight, on a CPU.
+        described: One line for a report, about formats and placement; empty if there are no collectives of gradwire.
+        overlap: The reduce-scatters in flight on a CPU; None on CUDA.
         nodes: Which ranks of each group are on one node, as text; empty if no state depends on it.
-        torchs: On CUDA, orders launches on torch's groups with gradwire's.
+        torchs: Orders launches on torch's groups with gradwire's on CUDA; None on a CPU, or if only torch launches.
         carried: State that compressed collectives carry from step to step, by kind and number of parameter group.
-        rows: What this rank loaded of `carried`, for each group and kind.
+        rows: Descriptions of the parts of `carried` that this rank loaded, one for each group and kind.
     """
 
     communicators: tuple[Communicator, ...] = ()
@@ -102,15 +101,15 @@ class ShardTraffic:
 
 
 class FsdpState(GradientState[AveragingSession]):
-    """Gradient averaging and residuals of one sharded model; `gradwire.fsdp.apply` makes it.
+    """Averages the gradients of one sharded model over its replicas, and keeps its residuals; made by `fsdp.apply`.
 
     Args:
-        model: What was sharded.
-        param_groups: Of the model.
-        names: Of its parameters.
+        model: The sharded or replicated model; kept by a weak reference.
+        param_groups: The model's parameter groups.
+        names: Names of the model's parameters.
         replicas: The ranks that hold the same shards as this one; None leaves the gradients to torch.
         config: The configuration.
-        reporter: Where all ranks of the grid hear that one of them has failed.
+        reporter: Reports a rank failure to all ranks of the grid.
 
     Raises:
         RuntimeError: A replica did not join within the time-out.
@@ -138,17 +137,20 @@ class FsdpState(GradientState[AveragingSession]):
         self._names = names
         self._shard_groups = shard_groups(param_groups)
         self._partial: dict[int, tuple[tuple[ShardedParameter, ...], Tensor]] = {}
-        """Parameter group -> whose gradients, and their sum over the micro-batches that have not been averaged."""
+        """`id` of a parameter group -> (parameters with a gradient, sum of their rows that is not averaged yet)."""
         self._put_back = [param_group.remember_collectives() for param_group in param_groups]
-        """What `close()` calls, to give torch's collectives back."""
+        """Functions that `close()` calls to restore torch's collectives."""
         self._shards = ShardTraffic()
         self._in_step = False
         self._reduced: set[int] = set()
+        """`id` of each parameter group that the hook has averaged in this step."""
         self._finite = True
         self._under_way: list[tuple[Tensor, FutureTensor]] = []
-        """Averages on a CPU that torch has made gradients of already, each with its future."""
+        """(row, future of its average) for each average in flight."""
         self._buckets: list[Bucket] = []
+        """This step's rows, without their tensors: they keep the times for the listeners."""
         self._sizes: list[int] = []
+        """Bytes of each row of this step."""
         if replicas is not None:
             self._connect(replicas, param_groups[0].device, reporter)
             for param_group in param_groups:
@@ -158,6 +160,7 @@ class FsdpState(GradientState[AveragingSession]):
             at_end_of_sharded_backward(model, self._end_backward)
 
     def _connect(self, group: dist.ProcessGroup, device: torch.device, reporter: StoreFailureReporter) -> None:
+        """Connects the replicas, and makes the compressor between them; all replicas call it at the same point."""
         ranks = SessionRanks.of(group, "sharded", reporter=reporter.of_group(dist.get_process_group_ranks(group)))
         self._connection = connection = AveragingSession(ranks, device, self.config, self._names.numels())
         connection.communicator.executor.checking = connection.compression is not None
@@ -166,7 +169,12 @@ class FsdpState(GradientState[AveragingSession]):
         connection.watch_steps()
 
     def _take_shards(self, model: nn.Module, shards: "ShardTraffic") -> None:
-        """Takes in what goes on between the ranks that share parameters."""
+        """Takes over the collectives between the ranks that share parameters; `apply` calls it once.
+
+        Args:
+            model: The sharded model.
+            shards: Its collectives and their state.
+        """
         self._shards = shards
         if shards.overlap is not None:
             at_end_of_sharded_backward(model, self._settle_shards)
@@ -174,9 +182,9 @@ class FsdpState(GradientState[AveragingSession]):
             self._check_optimizers(self._names)
 
     def report(self) -> Report:
-        """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
+        """Returns calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
-        Torch's own collectives are not in it; of those in fewer bits, calls and bytes between nodes are.
+        Torch's own collectives are left out. Compressed ones are counted by their calls and bytes between nodes.
         """
         every = [link.executor.stats for link in self._shards.communicators]
         every += [] if self._shards.stats is None else [self._shards.stats]
@@ -188,10 +196,11 @@ class FsdpState(GradientState[AveragingSession]):
         return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
 
     def close(self) -> None:
-        """Stop the threads and release shared memory. Also runs when the model is collected, and at exit.
+        """Stops the threads, releases shared memory and restores torch's own collectives.
 
-        Torch's own collectives are put back. A model of `replicate()` can be trained on with them; a sharded one can
-        still be evaluated, and with `replicas` it can be trained no more.
+        A model of `replicate()` can be trained on with torch's collectives. A sharded one can still be evaluated; if it
+        had `replicas`, it cannot be trained on, because nobody averages over them. Also runs when the model is
+        collected, and at exit.
         """
         self._check_no_optimizers(self._names)
         for put_back in self._put_back:
@@ -207,6 +216,7 @@ class FsdpState(GradientState[AveragingSession]):
             communicator.close()
 
     def _flush_shards(self) -> bool:
+        """Has the next step send the residuals, and the next all-gather be exact; returns whether any state is kept."""
         for each in self._shards.carried.values():
             if isinstance(each, ShardResidual):
                 each.flushing = True
@@ -215,6 +225,11 @@ class FsdpState(GradientState[AveragingSession]):
         return bool(self._shards.carried)
 
     def _loss_scales(self, call: str) -> list[LossScale]:
+        """Returns the loss scales of all residuals: of those between nodes, then of those between replicas.
+
+        Args:
+            call: Name of the method that the user called, for errors.
+        """
         shards = [each.loss_scale for each in self._shards.residuals]
         return [*shards, *(super()._loss_scales(call) if self._compresses_replicas or not shards else [])]
 
@@ -224,6 +239,7 @@ class FsdpState(GradientState[AveragingSession]):
         return super().dirty or any(each.holds for each in self._shards.residuals)
 
     def _starts_anew(self) -> str:
+        """Returns what starts without residuals because no checkpoint was loaded, in words; empty if nothing does."""
         shards = "`shards`" if any(each.rows is not None for each in self._shards.residuals) else ""
         return " and ".join(filter(None, (super()._starts_anew(), shards)))
 
@@ -236,9 +252,11 @@ class FsdpState(GradientState[AveragingSession]):
         return self._shards.rounding is not None or self._compresses_replicas
 
     def _place(self) -> tuple[int, int]:
+        """Returns (rank, number of ranks) of the default group: each rank has an entry of its own in a checkpoint."""
         return dist.get_rank(), dist.get_world_size()
 
     def _own_state(self) -> StateDict:
+        """Returns this rank's entry of a checkpoint: also the carried rows and the placement of ranks."""
         own = super()._own_state()
         if self._shards.rounding is not None:
             own[ROUNDING] = self._shards.rounding.calls
@@ -250,6 +268,11 @@ class FsdpState(GradientState[AveragingSession]):
         return own | {SHARDS: _size_of_first(self._shard_groups), NODES: self._shards.nodes}
 
     def _refuse_homeless(self, found: Checkpoint) -> None:
+        """Refuses a checkpoint with residuals that this model does not keep.
+
+        Raises:
+            ValueError: No compressor, or no residual of `shards`, or no such parameter group is here.
+        """
         saved = {key for part in without_job(found) for key in part}
         if TRANSFERS in saved and not self._compresses_replicas:
             raise ValueError(HOMELESS.format(found=NO_COMPRESSOR))
@@ -264,10 +287,16 @@ class FsdpState(GradientState[AveragingSession]):
             )
 
     def _restore(self, found: Checkpoint) -> None:
+        """Loads this rank's entry of a checkpoint; nothing is changed before all of it was accepted.
+
+        Raises:
+            ValueError: The entry is of another model, mesh or placement and still holds residuals, or is damaged.
+        """
         own = unpack(found, *self._place())
         if own is None:
             self._drop_half_step()
             return
+        # Refuse damaged entries. A flushed state of another mesh holds nothing that could be used.
         dirty = bool(dict(found[JOB])["dirty"])
         refuse_other_kinds(own, {key: kind for key in own if (kind := _kind_of(key)) is not None})
         count = _size_of_first(self._shard_groups)
@@ -281,11 +310,13 @@ class FsdpState(GradientState[AveragingSession]):
             log.info("a flushed state of another mesh: the compressor starts anew")
             self._drop_half_step()
             return
+        # Take the entries of the shards out; the others are the compressor's between replicas.
         calls, nodes = own.pop(ROUNDING, None), own.pop(NODES, self._shards.nodes)
         saved = {key: own.pop(key) for key in list(own) if key.startswith(CARRIED_ON)}
         rows = {key: cast(Tensor, value) for key, value in saved.items()}
         scales = {key: float(own.pop(key)) for key in list(own) if key.startswith(SCALE_OF)}
         sums = {key: int(own.pop(key)) for key in list(own) if key.startswith(SUMS_OF)}
+        # Check everything, then load it.
         if nodes != self._shards.nodes and dirty and any(key.startswith(CARRIED_ON + RESIDUAL) for key in rows):
             raise ValueError(
                 f"`state` was saved with the ranks that share parameters on the nodes {nodes}, which are on "
@@ -318,7 +349,7 @@ class FsdpState(GradientState[AveragingSession]):
         self._drop_half_step()
 
     def _drop_half_step(self) -> None:
-        """Drops what is summed of a step that is under way: a state is of the end of one."""
+        """Drops the sums of earlier micro-batches: a loaded state is that of the end of a step."""
         if self._partial:
             log.warning(
                 "a state was loaded within a step: dropped the sums of earlier micro-batches of %d parameter groups, "
@@ -328,11 +359,14 @@ class FsdpState(GradientState[AveragingSession]):
             self._partial.clear()
 
     def _reduce(self, param_group: ShardedParamGroup, flat: Tensor) -> None:
-        """Averages this rank's row of one parameter group over the replicas, in place; torch's hook.
+        """Averages this rank's row of one parameter group over the replicas; torch calls it after the reduce-scatter.
 
         Args:
-            param_group: Whose.
-            flat: 1-D, in the parameter group's reduce dtype, divided by the number of shards.
+            param_group: The parameter group of the row.
+            flat: 1-D row in the parameter group's reduce dtype, divided by the number of shards; changed in place.
+
+        Raises:
+            RuntimeError: The row has another length than expected, or the average failed.
         """
         connection = self._connected("backward()")
         communicator, compression = connection.communicator, connection.compression
@@ -343,6 +377,7 @@ class FsdpState(GradientState[AveragingSession]):
                 f"FSDP2 reduces {flat.numel()} elements where {numel} were expected of {len(present)} parameters: this "
                 f"torch ({torch.__version__}) arranges them otherwise than gradwire knows"
             )
+        # Average only with the last micro-batch, and begin a step with its first row.
         if not self._whole_sum(param_group, present, flat):
             return
         if (
@@ -352,6 +387,7 @@ class FsdpState(GradientState[AveragingSession]):
         if not self._in_step:
             self._begin_step(connection)
         self._reduced.add(id(param_group))
+        # Describe the row to the executor and to the observer, and start its average.
         layout = None if compression is None else self._names.layout(present)
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
@@ -374,15 +410,15 @@ class FsdpState(GradientState[AveragingSession]):
         self._sizes.append(flat.nbytes)
 
     def _settle_shards(self) -> None:
-        """Waits for reduce-scatters that are under way. Also keeps this state as long as its model."""
+        """Waits for the reduce-scatters in flight. The model keeps this method, and so this state, alive."""
         if self._shards.overlap is not None:
             self._shards.overlap.settle()
 
     def _settle(self) -> None:
-        """Waits for the averages that are under way; on CUDA in the order of the stream.
+        """Waits for the averages in flight; on CUDA the current stream waits, and the host does not.
 
         Raises:
-            RuntimeError: One of them failed; none is under way any more.
+            RuntimeError: One of them failed; none is in flight any more.
         """
         under_way, self._under_way = self._under_way, []
         compresses = self._connection is not None and self._connection.compression is not None
@@ -399,10 +435,18 @@ class FsdpState(GradientState[AveragingSession]):
             raise failed
 
     def _whole_sum(self, param_group: ShardedParamGroup, present: tuple[ShardedParameter, ...], flat: Tensor) -> bool:
-        """Adds up micro-batches: `flat` becomes zero but for the last, where it becomes the sum.
+        """Adds the earlier micro-batches of the step to a row.
+
+        Args:
+            param_group: The parameter group of the row.
+            present: Its parameters with a gradient.
+            flat: 1-D row; becomes the sum at the last micro-batch of the step, zero at all others.
 
         Returns:
-            Whether it is the sum.
+            True at the last micro-batch; False at the others, whose sum is kept.
+
+        Raises:
+            RuntimeError: Other parameters had a gradient in the micro-batch before.
         """
         before = self._partial.pop(id(param_group), None)
         if before is not None and before[0] != present:
@@ -420,6 +464,7 @@ class FsdpState(GradientState[AveragingSession]):
         return True
 
     def _begin_step(self, connection: AveragingSession) -> None:
+        """Begins a step at its first row: decides whether it is timed, and takes over the loss scale."""
         if self.steps == 0:
             _refuse_late_param_groups(self._model(), self._param_groups)
         self._in_step = True
@@ -433,7 +478,11 @@ class FsdpState(GradientState[AveragingSession]):
         connection.listeners.step_began(self.steps)
 
     def _end_backward(self) -> None:
-        """Runs at the end of each backward pass, on all ranks at the same point; see `at_end_of_sharded_backward`."""
+        """Ends the step at the end of a backward pass; called as `at_end_of_sharded_backward` says, on all ranks alike.
+
+        Raises:
+            RuntimeError: Parameters had gradients in earlier micro-batches that the last one did not average.
+        """
         ended = self._in_step
         if ended:
             self._end_step(self._connected("backward()"))
@@ -447,6 +496,7 @@ class FsdpState(GradientState[AveragingSession]):
             )
 
     def _end_step(self, connection: AveragingSession) -> None:
+        """Ends a step: waits for its averages, commits or drops the compressor's state, and calls the listeners."""
         communicator, compression = connection.communicator, connection.compression
         self._settle()
         self._in_step = False
@@ -467,7 +517,7 @@ class FsdpState(GradientState[AveragingSession]):
         connection.listeners.step_ended(EndedStep(self.steps, buckets, (), self.report, timed=timed))
 
     def _agreed(self) -> bool:
-        """Whether the step is finite on all ranks: other ranks hold other shards."""
+        """Returns whether the step is finite on all ranks that share parameters; blocks for an all-reduce."""
         verdict = torch.tensor(int(self._finite), dtype=torch.int32, device="cpu")
         for group, link in zip(self._shard_groups, self._shards.communicators, strict=True):
             issue = partial(dist.all_reduce, verdict, op=dist.ReduceOp.MIN, group=group, async_op=True)
@@ -475,7 +525,11 @@ class FsdpState(GradientState[AveragingSession]):
         return bool(verdict)
 
     def _agreed_extremes(self, communicator: Communicator) -> list[Tensor]:
-        """As `_agreed`, on CUDA: a 0-dim float32 that is finite if and only if the step is, everywhere."""
+        """Returns whether the step is finite on all ranks, on CUDA without waiting for the device.
+
+        Returns:
+            One 0-dim float32: 0 if the step is finite on all ranks that share parameters, else inf.
+        """
         extremes = communicator.executor.extremes()
         finite = torch.ones((), dtype=torch.bool, device=communicator.device)
         for each in extremes:
@@ -487,6 +541,11 @@ class FsdpState(GradientState[AveragingSession]):
 
 
 def _refuse_late_param_groups(model: nn.Module | None, param_groups: Sequence[ShardedParamGroup]) -> None:
+    """Refuses a model on which `fully_shard` was called after `apply`; a collected model (None) passes.
+
+    Raises:
+        RuntimeError: The model has other parameter groups than `apply` has seen.
+    """
     if model is not None and len(sharded_param_groups(model)) != len(param_groups):
         raise RuntimeError(
             f"`model` had {len(param_groups)} sharded parameter groups when gradwire was applied and has "
@@ -495,7 +554,7 @@ def _refuse_late_param_groups(model: nn.Module | None, param_groups: Sequence[Sh
 
 
 def _kind_of(key: str) -> type | UnionType | None:
-    """What a rank's entry under this key is; None where it is not one of a sharded model alone."""
+    """Returns the type that the value of a key in a rank's entry must have; None for keys of the compressor."""
     fixed: dict[str, type | UnionType] = {SHARDS: int, ROUNDING: int, NODES: str}
     if key.startswith(CARRIED_ON):
         return Tensor
@@ -505,11 +564,12 @@ def _kind_of(key: str) -> type | UnionType | None:
 
 
 def _size_of_first(groups: Sequence[dist.ProcessGroup]) -> int:
+    """Returns the number of ranks of the first group; 1 if there is none."""
     return groups[0].size() if groups else 1
 
 
 def shard_groups(param_groups: Sequence[ShardedParamGroup]) -> list[dist.ProcessGroup]:
-    """The groups of several ranks that parameters are sharded over; equal ones once."""
+    """Returns the process groups of two ranks or more over which parameters are sharded, each set of ranks once."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for param_group in param_groups:
         group = param_group.shard_group
