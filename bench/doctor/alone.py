@@ -19,7 +19,7 @@ NO_TORCH = (
 
 
 def examine_alone(wanted: Wanted) -> JobFacts:
-    """Examine this machine only.
+    """Examines this machine only, and returns its facts, with the measurements of `--script` if it is given.
 
     Args:
         wanted: Options of the command line.

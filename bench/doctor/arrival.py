@@ -1,8 +1,9 @@
-"""Report of a rank's start to the launcher's store before it imports torch, which may take minutes.
+"""Report of a rank's start to the launcher's store before the rank imports torch, which may take minutes.
 
-The store is torch's TCPStore, whose client is not there before torch is: so its request to set a key is written here by
-hand. It serves a message only, which says of a missing rank whether it has started. If the store does not answer yet
-(rank 0 may serve it, and imports torch itself) the request is repeated until torch has been imported.
+The store is torch's TCPStore, and its client is part of torch. Therefore this module builds the bytes of its request to
+set a key itself. The report has one purpose: the message about a missing rank says whether it has started. If the store
+does not answer yet (rank 0 may serve it, and imports torch itself) the request is repeated until torch has been
+imported.
 
 Source: torch/csrc/distributed/c10d/TCPStoreBackend.hpp and TCPStore.cpp: QueryType VALIDATE and SET, the magic number,
 and the "/" in front of every key.
@@ -19,7 +20,7 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 _VALIDATE, _SET = 0, 1
 _MAGIC = 0x3C85F7CE
 PREFIX, KEY = "gradwire-doctor", "started"
-"""As `PrefixStore(PREFIX, store)` finds it: `started/3`."""
+"""Prefix of the doctor's store, and beginning of a rank's key: `PrefixStore(PREFIX, store)` has `started/3`."""
 
 TRY_SECONDS = 0.5
 CALL_SECONDS = 5.0
@@ -27,11 +28,11 @@ LONGEST_SECONDS = 300.0
 
 
 def request(key: str, value: str) -> bytes:
-    """The bytes that set a key in a TCPStore.
+    """Returns the bytes that a client sends to a TCPStore to set a key.
 
     Args:
-        key: As a client names it.
-        value: Anything.
+        key: Name of the key, with the prefixes of `PrefixStore`.
+        value: Text to store.
     """
     words = (f"/{key}".encode(), value.encode())
     return (

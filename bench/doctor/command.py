@@ -1,9 +1,9 @@
-"""`gradwire doctor`: two nodes are slower than one, and why.
+"""`gradwire doctor` finds out why a job on several nodes is slow, and says what to type.
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire doctor [--gradient-mb 350]
 
-Starts as your script starts: torchrun, mpirun, srun, or any pod with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-Alone it looks at this machine only.
+Start it as you start your script: by torchrun, mpirun, srun, or in pods with RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT. Without a launcher it examines this machine only.
 """
 
 import argparse
@@ -38,12 +38,14 @@ from gradwire.comms.environment import launcher_variables
 from gradwire.topology.printable import printable
 
 PIPE_WIDTH = 120
+"""Columns of the report if stdout is no terminal."""
 NOTHING, FINDINGS, BAD_USE = 0, 1, 2
+"""Exit statuses: nothing was found, something was found, the command was used wrongly."""
 LEAST_GRADIENT_MB, MOST_GRADIENT_MB = 1e-6, 1e9
-"""One byte to a petabyte."""
+"""Bounds of `--gradient-mb`: one byte to a petabyte."""
 LEAST_STEP_SECONDS = 1e-6
 LEAST_SECONDS = 5.0
-"""Less shows noise."""
+"""Lower bound of `--seconds`: shorter transfers measure noise."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,14 +80,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `gradwire doctor` as one rank, or alone; rank 0 prints.
+    """Runs `gradwire doctor` as one rank of a job, or on this machine alone; rank 0 prints the report.
+
+    If a thread still waits in gloo's connect, the process ends here, by `os._exit`.
 
     Args:
-        argv: Words after `doctor`.
+        argv: Words of the command line after `doctor`.
 
     Returns:
-        0 where nothing was found, 1 where something was, 2 for bad use; on the other ranks 0 or 2. The status of the
-        script of `--script` where that failed.
+        The exit status: 0 if nothing was found; 1 if something was, or the examination failed; 2 for bad use, or if the
+        report cannot be written. If the script of `--script` failed, its status. Ranks other than 0 return 0 unless
+        they fail themselves.
     """
     variables = launcher_variables()
     try:
@@ -111,7 +116,14 @@ def main(argv: list[str]) -> int:
 
 
 def _examined(options: argparse.Namespace, wanted: Wanted, start: Start | None, status: StatusLine) -> int:
-    """Examines and reports; the exit status."""
+    """Examines the job or this machine, and reports on rank 0; returns the exit status.
+
+    Args:
+        options: Options of the command line.
+        wanted: The same options as the examination takes them.
+        start: Rank, size and store address of this process; None to examine this machine alone.
+        status: Line of progress, which is erased before the report.
+    """
     began = time.monotonic()
     try:
         facts = examine_alone(wanted) if start is None else _job(start, wanted)
@@ -129,6 +141,15 @@ def _examined(options: argparse.Namespace, wanted: Wanted, start: Start | None, 
 
 
 def _job(start: Start, wanted: Wanted) -> JobFacts | None:
+    """Examines the job as one of its ranks, and tells the others of its start before it imports torch.
+
+    Returns:
+        Facts of the job on rank 0; None on the other ranks.
+
+    Raises:
+        RuntimeError: The rendezvous store cannot be reached, or a rank did not respond in time.
+        ImportError: torch cannot be imported.
+    """
     notice = StartNotice(start.address, start.port, start.rank)
     try:
         require_torch()  # which may take minutes
@@ -148,6 +169,11 @@ def _job(start: Start, wanted: Wanted) -> JobFacts | None:
 
 
 def _wanted(options: argparse.Namespace, status: StatusLine) -> Wanted:
+    """Checks the options, and converts them to bytes and seconds.
+
+    Raises:
+        ValueError: An option has a value that does not fit; the message names it.
+    """
     check_number("--gradient-mb", options.gradient_mb, LEAST_GRADIENT_MB, MOST_GRADIENT_MB)
     check_number("--step-seconds", options.step_seconds, LEAST_STEP_SECONDS, MOST_SECONDS)
     check_number("--seconds", options.seconds, LEAST_SECONDS, MOST_SECONDS)
@@ -178,6 +204,7 @@ def _is_file(name: str) -> bool:
 
 
 def _report(facts: JobFacts, options: argparse.Namespace, took_seconds: float) -> int:
+    """Prints the report and writes the files of `--svg` and `--json`; returns the exit status."""
     found: list[Diagnosis] = diagnose(facts)
     status = facts.script_status or (NOTHING if all(each.remark for each in found) else FINDINGS)
     if options.json != STDOUT:

@@ -1,7 +1,7 @@
-"""How the ranks of the doctor talk to each other: through the launcher's store alone, in small pieces.
+"""Messages between the ranks of the doctor, through the launcher's store and in small pieces.
 
-Not through gloo or NCCL: whether those connect is what is looked at. The pieces are small enough to pass where packets
-of full size are lost, which is one of the causes looked for.
+gloo and NCCL are not used, because the doctor examines whether they connect. The pieces are small enough to arrive even
+if packets of full size are lost, which is one of the faults that the doctor looks for.
 """
 
 import contextlib
@@ -17,12 +17,17 @@ from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.boundary.messages import MessageError, MessageType, inflated, parsed
 
 MOST_NBYTES = 1 << 26
-"""Bytes that a rank says at most."""
+"""Upper limit of one message, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """What a rank says before it imports torch: its host, and its clock of the day."""
+    """Message that a rank leaves in the store before it imports torch, which can take minutes; see `StartNotice`.
+
+    Attributes:
+        host: Hostname of the rank's node.
+        time: Time of day at the rank's start, in seconds since 1970.
+    """
 
     host: str
     time: float = 0.0
@@ -55,11 +60,11 @@ class Control:
         self._store = PrefixStore("doctor-words", store)
 
     def arrive(self, timeout: timedelta, late: Late = lambda missing, seconds: None) -> list[int]:
-        """Report this rank as joined; on rank 0, wait for the others.
+        """Reports that this rank has joined; on rank 0, also waits for the others.
 
         Args:
-            timeout: Time limit for all ranks.
-            late: Called on rank 0 every second with the ranks that have not joined yet.
+            timeout: Time limit of rank 0 for all ranks to join.
+            late: Callback on rank 0, once a second, with the ranks that have not joined and the seconds waited.
 
         Returns:
             On rank 0 the ranks that did not join within `timeout`; empty on the others.
@@ -78,10 +83,13 @@ class Control:
         return missing
 
     def started(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return those of some ranks that reported their start before they imported torch -> their hosts.
+        """Looks up which of the given ranks have started, even if they still import torch; see `StartNotice`.
 
         Args:
             ranks: Ranks to look up.
+
+        Returns:
+            Rank -> hostname, for each rank that has left a readable message in the store; others are left out.
         """
         keys = {rank: f"{KEY}/{rank}" for rank in ranks}
         said = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
@@ -92,7 +100,7 @@ class Control:
         return found
 
     def gather(self, own: object, timeout: timedelta) -> list[object] | None:
-        """Gather a value of every rank on rank 0. Collective.
+        """Gathers a value of every rank on rank 0. Collective.
 
         Args:
             own: Value of this rank, of types that JSON has.
@@ -102,7 +110,7 @@ class Control:
             Values by rank on rank 0; None on the others.
 
         Raises:
-            RuntimeError: A rank sent nothing in time, or what cannot be parsed.
+            RuntimeError: A rank sent nothing in time, or something that cannot be parsed.
         """
         number = self._next()
         self._write(f"{number}/{self.rank}", own)
@@ -111,7 +119,7 @@ class Control:
         return [self._read(f"{number}/{rank}", timeout) for rank in range(self.size)]
 
     def tell(self, what: object, timeout: timedelta) -> object:
-        """Broadcast a value from rank 0 to all ranks. Collective.
+        """Broadcasts a value from rank 0 to all ranks. Collective.
 
         Args:
             what: Value on rank 0, of types that JSON has; ignored on the others.
@@ -121,7 +129,7 @@ class Control:
             Value of rank 0.
 
         Raises:
-            RuntimeError: Rank 0 sent nothing in time, or what cannot be parsed.
+            RuntimeError: Rank 0 sent nothing in time, or something that cannot be parsed.
         """
         number = self._next()
         if self.rank == 0:
@@ -130,7 +138,7 @@ class Control:
         return self._read(f"{number}/0", timeout)
 
     def meet(self, timeout: timedelta) -> None:
-        """Wait until all ranks have called this. Collective.
+        """Waits until all ranks have called this. Collective.
 
         Args:
             timeout: Time limit for all ranks.
@@ -142,10 +150,12 @@ class Control:
         self.tell(None, timeout)
 
     def _next(self) -> int:
+        """Returns the number of the next message, the same on all ranks as they make the same calls in one order."""
         self._said += 1
         return self._said
 
     def _write(self, key: str, what: object) -> None:
+        """Writes a value to the store: compressed JSON in pieces, then the number of pieces, which readers wait for."""
         text = zlib.compress(json.dumps(what).encode())
         pieces = [text[start : start + PIECE_NBYTES] for start in range(0, len(text), PIECE_NBYTES)]
         for place, piece in enumerate(pieces):
@@ -153,6 +163,11 @@ class Control:
         self._store.set(f"{key}/pieces", str(len(pieces)))
 
     def _read(self, key: str, timeout: timedelta) -> object:
+        """Waits for a value that another rank writes with `_write`, and returns it.
+
+        Raises:
+            RuntimeError: It did not come in time, is too long, or cannot be parsed.
+        """
         self._store.wait([f"{key}/pieces"], timeout)
         count = int(self._store.get(f"{key}/pieces"))
         if not 0 <= count <= MOST_NBYTES // PIECE_NBYTES:
@@ -165,7 +180,12 @@ class Control:
 
 
 def spread(rounds: Sequence[list[tuple[int, int]]], most: int) -> list[list[tuple[int, int]]]:
-    """Return at most `most` of the rounds, evenly spaced. Each round still has every node."""
+    """Returns at most `most` of the rounds, evenly spaced among them.
+
+    Args:
+        rounds: Rounds of pairwise measurements: pairs of nodes that are measured at the same time.
+        most: Upper limit of the number of rounds.
+    """
     if len(rounds) <= most:
         return list(rounds)
     return [rounds[place * len(rounds) // most] for place in range(most)]

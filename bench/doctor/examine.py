@@ -53,7 +53,7 @@ from gradwire.comms.links.unit_rates import pairings
 from gradwire.topology.wording import listed
 
 ARRIVE = timedelta(minutes=5)
-"""Time limit for all ranks to join: importing torch from a cold network file system takes minutes."""
+"""Time limit for all ranks to join; importing torch from a cold network file system alone takes minutes."""
 SAY_LATE_SECONDS = 30.0
 """Seconds after which the missing ranks are printed once, also without a terminal."""
 WORD = timedelta(seconds=60)
@@ -88,7 +88,7 @@ SUSPECT = 0.75
 
 
 def open_control(start: Start) -> Control:
-    """Connect to the store that the launcher or rank 0 serves, without waiting for the other ranks.
+    """Connects to the store that the launcher or rank 0 serves, without waiting for the other ranks.
 
     Args:
         start: Rank, size and store address of this process.
@@ -102,7 +102,7 @@ def open_control(start: Start) -> Control:
 
 
 def examine_job(start: Start, control: Control, wanted: Wanted) -> JobFacts | None:
-    """Examine the job. Collective: every rank calls it.
+    """Examines the job: every rank measures, and rank 0 collects the facts. Collective.
 
     Args:
         start: Rank, size and store address of this process.
@@ -173,7 +173,7 @@ class _Examination:
         return self._facts if self._start.rank == 0 else None
 
     def _note_links(self, before: Mapping[str, int]) -> None:
-        """Record on rank 0 which links went up or down since `before`, a return value of `local.link_changes`."""
+        """Records on rank 0 which links went up or down since `before`, a return value of `local.link_changes`."""
         said = self._gather({name: count - before.get(name, count) for name, count in local.link_changes().items()})
         ranks = tuple(
             replace(
@@ -186,6 +186,12 @@ class _Examination:
         self._facts = replace(self._facts, ranks=ranks)
 
     def _late(self, missing: list[int], seconds: float) -> None:
+        """Shows which ranks are missing, and prints it once after `SAY_LATE_SECONDS`.
+
+        Args:
+            missing: Ranks that have not joined.
+            seconds: Seconds since the wait began.
+        """
         started = self._control.started(missing)
         absent = [rank for rank in missing if rank not in started]
         words = []
@@ -201,24 +207,26 @@ class _Examination:
             complain("doctor", f"after {seconds:.0f} s still {text}; for {ARRIVE.total_seconds() - seconds:.0f} s more")
 
     def _gather(self, own: object) -> list[object]:
-        """Gather a value of each rank on rank 0; an empty list on the others."""
+        """Gathers a value of each rank; returns them by rank on rank 0, and an empty list on the others."""
         return self._control.gather(own, WORD) or []
 
     def _collect(self, own: object) -> list[object]:
-        """As `_gather`, with a barrier: no rank returns before rank 0 has all values."""
+        """Gathers as `_gather` does, with a barrier: no rank returns before rank 0 has all values."""
         found = self._gather(own)
         self._tell(None)
         return found
 
     def _tell(self, what: object) -> object:
+        """Returns on all ranks the value that rank 0 passes."""
         return self._control.tell(what, WORD)
 
     def _connect_gloo(self) -> None:
-        """Connect gloo as the user's job would, and observe over which interface it reaches other hosts.
+        """Connects gloo as the user's job would, and observes over which interface it reaches other hosts.
 
-        In a thread, because gloo tries far longer than its timeout if an address leads nowhere (90 s, torch 2.13): once
-        one rank has failed, or `GLOO_SECONDS` have passed, no rank waits for it any longer.
+        This happens in a thread, because gloo tries far longer than its timeout if an address leads nowhere (90 s,
+        torch 2.13). Once one rank has failed, or `GLOO_SECONDS` have passed, no rank waits for it any longer.
         """
+        # Start the thread, and wait until it has connected, another rank has failed, or the time is up.
         self._wanted.say("connecting with gloo")
         before = _local_addresses()
         errors: list[str] = []
@@ -234,13 +242,14 @@ class _Examination:
         deadline = time.monotonic() + GLOO_SECONDS
         while thread.is_alive() and time.monotonic() < deadline and not failed.check(["one"]):
             thread.join(0.1)
-        # A moment for what this rank has to say itself.
+        # If another rank has failed, leave a moment for this rank's own error.
         thread.join(1.0)
         if thread.is_alive():
             errors.append("gloo did not connect to the other ranks")
             left_behind.append(thread)
         if errors:
             failed.set("one", "1")
+        # The addresses of new connections show which interface gloo uses.
         seen = _local_addresses() - before
         names = [each.name for each in self._own.interfaces if seen & set(each.addresses)]
         self._own = replace(
@@ -249,13 +258,18 @@ class _Examination:
             gloo_interface=names[0] if names else self._own.gloo_interface,
             gloo_seen=bool(names) and not errors,
         )
+        # gloo is used from here on only if it connected on all ranks.
         everybody = self._gather(bool(errors))
         self._gloo = bool(self._tell(not any(everybody)))
         if not errors and not self._gloo:
             dist.destroy_process_group()
 
     def _init_gloo(self, errors: list[str]) -> None:
-        """Connect gloo in the thread, with a store connection of its own, because a wait blocks a connection."""
+        """Connects gloo, with a separate connection to the store, because a wait blocks the connection it uses.
+
+        Args:
+            errors: List to which the first line of an error is appended.
+        """
         try:
             dist.init_process_group(
                 "gloo",
@@ -269,7 +283,7 @@ class _Examination:
             errors.append(str(problem).splitlines()[0][:300])
 
     def _meet_nodes(self) -> None:
-        """Gather each rank's facts on rank 0, and broadcast the ranks, addresses and ports of the nodes."""
+        """Gathers each rank's facts on rank 0, and broadcasts the ranks, addresses and ports of the nodes."""
         self._wanted.say("asking all ranks about their machines")
         first_here = (self._own.local_rank or 0) == 0
         if first_here:
@@ -296,7 +310,7 @@ class _Examination:
         self._leads = self._nodes[self._node][0] == self._start.rank
 
     def _script(self) -> None:
-        """Run the user's script as this rank of the job, and record the size of its gradients and its step time."""
+        """Runs the user's script as this rank of the job, and records the size of its gradients and its step time."""
         with held_port() as free:
             port = self._tell(free if self._start.rank == 0 else None)
             ranks = self._nodes[self._node]
@@ -318,7 +332,7 @@ class _Examination:
             self._facts = with_script(self._facts, self._wanted, runs)
 
     def _foreign(self) -> None:
-        """Measure other programs' traffic: what each node's NIC carries while no rank sends. The maximum is kept."""
+        """Measures other programs' traffic: the rates of each node's NIC while no rank sends. The maximum is kept."""
         self._wanted.say("listening for other traffic")
         self._control.meet(WORD)
         name = self._own.gloo_interface or ""
@@ -340,15 +354,18 @@ class _Examination:
         self._facts = replace(self._facts, foreign=tuple(known[node] for node in sorted(known)))
 
     def _pairs(self) -> None:
-        """Measure every pair of nodes, or some of each node's if there are many, then the doubtful ones again."""
+        """Measures every pair of nodes, or some pairs of each node if there are many, then the doubtful ones again."""
+        # Choose rounds in which each node has one partner, and the length of a flow so that all rounds fit the time.
         count = len(self._nodes)
         rounds = spread(pairings(count, count), MOST_ROUNDS)
         seconds = min(max(0.35 * self._wanted.seconds / (5 * len(rounds)), SHORTEST_FLOW), LONGEST_FLOW)
+        # Measure over the loopback, too: no rate of a network above this can be measured.
         own_rate = 0.0
         if self._leads:
             with closing(Asker("127.0.0.1", self._listener.ports)) as asker:
                 own_rate = min(asker.rates(STREAMS, STREAMS, seconds))
         own = self._gather([self._node, own_rate])
+        # Measure the rounds one after the other.
         found: list[object] = []
         for number, pairs in enumerate(rounds):
             self._wanted.say(f"measuring links, round {number + 1} of {len(rounds)}")
@@ -357,6 +374,7 @@ class _Examination:
         if self._start.rank == 0:
             rates = {int(each[0]): float(each[1]) for each in own if isinstance(each, list) and each[1]}
             self._facts = replace(self._facts, own_bytes_per_second=rates)
+        # Repeat doubtful pairs one at a time while nothing else is measured, until none is left or the time is up.
         for number in range(REPEATS):
             late = time.monotonic() - self._began > REPEATS_SHARE * self._wanted.seconds and number >= CONFIRMED - 1
             again = self._tell([] if late else doubtful_pairs(self._facts)[:MOST_AGAIN])
@@ -370,7 +388,12 @@ class _Examination:
             self._take(found)
 
     def _measured(self, pairs: list[tuple[int, int]], seconds: float) -> list[object]:
-        """Measure the pairs of one round at the same time; returns their records on rank 0."""
+        """Measures the pairs of one round at the same time; returns their records on rank 0, and nothing on others.
+
+        Args:
+            pairs: Pairs of nodes, (the one that requests the measurement, its partner).
+            seconds: Length of a flow.
+        """
         own = None
         mine = next((pair for pair in pairs if self._leads and pair[0] == self._node), None)
         if mine is not None:
@@ -378,6 +401,7 @@ class _Examination:
         return [each for each in self._collect(own) if each is not None]
 
     def _ask(self, pair: tuple[int, int], seconds: float) -> dict[str, object]:
+        """Measures from this node to another; returns a record of `PairRates`, or of `UnreachedPair` on an error."""
         a, b = pair
         try:
             with closing(Asker(self._layout["addresses"][b], tuple(self._layout["ports"][b]))) as asker:
@@ -387,7 +411,11 @@ class _Examination:
             return {"a": a, "b": b, "error": f"{type(error).__name__}: {error}"}
 
     def _take(self, records: list[object]) -> None:
-        """Add measurements to the facts; of two of the same pair the better values count."""
+        """Adds measurements to the facts; of two of the same pair the better values count.
+
+        Args:
+            records: Records of `PairRates` and `UnreachedPair`.
+        """
         known = {(pair.a, pair.b): pair for pair in self._facts.pairs}
         unreached = {(each.a, each.b): each for each in self._facts.unreached}
         for record in records:
@@ -407,7 +435,7 @@ class _Examination:
         )
 
     def _other_interfaces(self) -> None:
-        """Measure interfaces that the job does not use, between the nodes of one round."""
+        """Measures up to four interfaces that the job does not use, between the pairs of one round."""
         others: list[dict[str, str]] = self._layout["others"]
         if not any(others):
             return
@@ -428,7 +456,8 @@ class _Examination:
         self._facts = replace(self._facts, others=tuple(rates))
 
     def _work(self) -> None:
-        """Measure every rank's core at the same time, then slow nodes again beside a good one only."""
+        """Measures every rank's core at the same time, then slow nodes again beside a good one only."""
+        # All ranks compute at once, as in training; the better of two tries counts.
         self._wanted.say("measuring the processors")
         self._control.meet(WORD)
         own = max(core_work(WORK_SECONDS) for _ in range(2))
@@ -453,6 +482,11 @@ class _Examination:
             self._again(slow, good)
 
     def _threads(self, crowded: dict[str, int]) -> None:
+        """Measures what too many threads cost, on the nodes whose ranks have more threads than cores.
+
+        Args:
+            crowded: Number of such a node as text -> cores for each of its ranks, at least 1.
+        """
         if not crowded:
             return
         fair = crowded.get(str(self._node))
@@ -465,7 +499,12 @@ class _Examination:
         self._facts = replace(self._facts, work=tuple(work))
 
     def _again(self, slow: int, good: int) -> None:
-        """Compare the first ranks of two nodes a few times, while the others are idle."""
+        """Compares the cores of the first ranks of two nodes a few times, while all other ranks are idle.
+
+        Args:
+            slow: Number of the node that looked slow; its ranks' facts get the ratios.
+            good: Number of the node with which it is compared.
+        """
         shares = []
         for _ in range(AGAIN_TRIES):
             self._control.meet(WORD)
@@ -481,13 +520,15 @@ class _Examination:
         )
 
     def _backends(self) -> None:
-        """Time a short all-reduce of every backend that this job can use."""
+        """Times a short all-reduce of every backend that this job can use."""
+        # Without gloo there is no control group; with lost packets the all-reduces would hang.
         if not self._gloo:
             return
         if self._tell(any(pair.packets_pass is False for pair in self._facts.pairs)):
             lost = "all-reduces were not tried: they would wait for packets that are lost"
             self._facts = replace(self._facts, notes=(*self._facts.notes, lost))
             return
+        # All ranks learn from rank 0 which backends are timed, and with how many bytes.
         kinds = self._tell(_backends_of(self._facts, self._start.by) if self._start.rank == 0 else None)
         nbytes = self._tell(_backend_nbytes(self._facts) if self._start.rank == 0 else None)
         assert isinstance(kinds, list) and isinstance(nbytes, int)
@@ -502,6 +543,7 @@ class _Examination:
         ]
         store = PrefixStore("doctor-backends", self._control.store)
         world = World(self._start, store, control, tuple(sorted(infos, key=lambda info: info.rank)))
+        # The slowest rank's time counts; of errors, the one that caused the others.
         times = []
         for number, (kind, device) in enumerate(kinds):
             self._wanted.say(f"all-reduce by {kind}")
@@ -515,13 +557,20 @@ class _Examination:
 
 
 def _second_hand(failed: BackendTime) -> tuple[bool, bool]:
-    """Return a sort key that prefers errors with a cause of their own to those about a peer that does not respond."""
+    """Returns a sort key by which the error that caused the others comes first among those of several ranks.
+
+    Out of memory comes first, then any other error of the rank itself, and last a time-out or an error about a peer,
+    which is usually the consequence of another rank's error.
+
+    Args:
+        failed: Timing of a backend that failed on a rank.
+    """
     text = failed.error or ""
     return "memory" not in text, any(word in text for word in ("within", "imeout", "imed out", "peer", "gave up"))
 
 
 def suspect_nodes(facts: JobFacts) -> list[tuple[int, int]]:
-    """Return at most three nodes that are far slower than the others, each paired with the fastest node.
+    """Returns at most three nodes that are far slower than the others, each paired with the fastest node.
 
     Args:
         facts: Facts with the speed of each rank's core.
@@ -533,11 +582,12 @@ def suspect_nodes(facts: JobFacts) -> list[tuple[int, int]]:
 
 
 def _others(rates: dict[int, float], node: int) -> float:
+    """Returns the median rate of all nodes but one; 0 if there is no other."""
     return median([rate for each, rate in rates.items() if each != node] or [0.0])
 
 
 def node_work(facts: JobFacts) -> dict[int, float]:
-    """Return the median speed of the cores of each node's ranks.
+    """Returns the median speed of the ranks' cores by node, without nodes of which a rank was not measured.
 
     Args:
         facts: Facts with the speed of each rank's core.
@@ -551,30 +601,41 @@ def node_work(facts: JobFacts) -> dict[int, float]:
 
 
 def _local_addresses() -> set[str]:
-    """Return the local addresses of this process's connections to other hosts."""
+    """Returns the local addresses of this process's connections to other hosts."""
     return {own.removeprefix("::ffff:") for own, _, _ in outside_connections()}
 
 
 def _route_address(address: str, port: int) -> str:
-    """Return this host's address on the route to rank 0."""
+    """Returns this host's address on the route to rank 0.
+
+    Args:
+        address: Address of rank 0's store.
+        port: Port of the store; no packet is sent to it.
+    """
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # nothing is sent
         return str(probe.getsockname()[0])
 
 
 def _address(first: RankFacts, route: str) -> str:
-    """Return the address at which a node is measured: gloo's interface, else the one on the route to rank 0."""
+    """Returns the address at which a node is measured: that of gloo's interface, else the one on the route to rank 0.
+
+    Args:
+        first: Facts of the node's first rank.
+        route: Return value of `_route_address` on that rank.
+    """
     used = first.interface(first.gloo_interface) if first.gloo_seen else None
     return used.addresses[0] if used is not None and used.addresses else route
 
 
 def _mtu(first: RankFacts) -> int:
+    """Returns the MTU of the interface that gloo uses on a node; 1500 if it is not known or the loopback."""
     used = first.interface(first.gloo_interface)
     return 1500 if used is None or used.kind == "loopback" else used.mtu
 
 
 def _candidates(first: RankFacts) -> dict[str, str]:
-    """Return the interfaces that may lead to other nodes and are not in use -> their first addresses."""
+    """Returns the interfaces of a node that may lead to other nodes and are not in use: name -> first address."""
     return {
         each.name: each.addresses[0]
         for each in first.interfaces
@@ -583,7 +644,12 @@ def _candidates(first: RankFacts) -> dict[str, str]:
 
 
 def _backends_of(facts: JobFacts, launcher: str) -> list[tuple[str, str]]:
-    """Return the backends to time, each with its device."""
+    """Returns the backends to time, each with its device.
+
+    Args:
+        facts: Facts of the job.
+        launcher: Launcher of the ranks, as `Start.by` names it.
+    """
     cuda = all(each.device == "cuda" for each in facts.ranks)
     found = [("nccl", "cuda"), ("gradwire", "cuda")] if cuda else [("gradwire", "cpu")]
     found.append(("gloo", "cpu"))
@@ -593,19 +659,40 @@ def _backends_of(facts: JobFacts, launcher: str) -> list[tuple[str, str]]:
 
 
 def _backend_nbytes(facts: JobFacts) -> int:
-    """Return the bytes of an all-reduce that takes about `BACKEND_SECONDS`, and at most the gradients'."""
+    """Returns the bytes of an all-reduce that takes about `BACKEND_SECONDS`.
+
+    They are no more than the gradients' and 64 MiB, but at least 64 KiB.
+    """
     moment = BACKEND_SECONDS * facts.good_rate() / 2 if facts.pairs else 16e6
     return max(min(facts.gradient_nbytes, int(moment), 64 << 20) // 4 * 4, 1 << 16)
 
 
 def _looks_slow(took: Sequence[float], bound: float | None) -> bool:
-    """Return whether the best round was slower than the links allow. All ranks have the same times, so all agree."""
+    """Returns whether even the fastest all-reduce was slower than the links allow. All ranks get the same answer.
+
+    Args:
+        took: Seconds of each round on its slowest rank; the first is a warm-up.
+        bound: Least seconds that the links allow; None if it is not known, which returns False.
+    """
     return bound is not None and min(took[1:]) > SLOW_EXCHANGE * bound
 
 
 def _time_backend(
     kind: str, device: torch.device, world: World, nbytes: int, number: int, bound: float | None
 ) -> BackendTime:
+    """Connects a backend and times all-reduces of float32 by it. Collective.
+
+    Args:
+        kind: Name of the backend.
+        device: Device of the tensor; on CUDA the rank's own GPU is taken.
+        world: Ranks of the job.
+        nbytes: Size of the tensor.
+        number: Number of the backend among those that are timed, which keeps their store keys apart.
+        bound: Least seconds that the links allow; slower backends get more rounds. None if it is not known.
+
+    Returns:
+        The times; if it failed on this rank, the error.
+    """
     if device.type == "cuda":
         device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)

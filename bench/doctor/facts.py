@@ -106,7 +106,7 @@ class RankFacts:
 
     @property
     def hostname(self) -> str:
-        """The node's name."""
+        """Hostname of the rank's node."""
         return self.host[0]
 
     def interface(self, name: str | None) -> NetworkInterface | None:
@@ -144,9 +144,13 @@ class PairRates:
     packets_pass: bool | None = None
     """Whether the probe packets were echoed, given that small ones were; None if not even those."""
     times: int = 1
+    """Number of measurements that are combined here."""
 
     def better(self, other: "PairRates") -> "PairRates":
-        """Combine two measurements, the better value of each: other load makes a network look worse, never better."""
+        """Combines two measurements of a pair: the better value of each field, as other load only makes them worse.
+
+        Segments are added, and the clocks' difference is that of this measurement.
+        """
         return dataclasses.replace(
             self,
             latency_seconds=min(self.latency_seconds, other.latency_seconds),
@@ -265,7 +269,7 @@ class JobFacts:
     ranks: tuple[RankFacts, ...]
     gradient_nbytes: int = DEFAULT_GRADIENT_NBYTES
     step_seconds: float | None = None
-    """Seconds of a step of the user's script, measured or given."""
+    """Seconds of a step of the user's script, by `--step-seconds` or measured by `--script`; None without both."""
     link_bytes_per_second: float | None = None
     """Rate of a node's link in one direction by `--link`; None if not given."""
     pairs: tuple[PairRates, ...] = ()

@@ -1,6 +1,7 @@
-"""What one rank can say of its machine without the others: NICs, cores, memory, variables, versions.
+"""Facts that one rank reads on its machine, without the other ranks: NICs, cores, memory, variables, versions.
 
-Everything is read below a root folder, so that a test (or a captured machine) can stand in for this one.
+Files of sysfs and procfs are read below a root folder, so that a folder of a test, or a captured machine, can replace
+this machine.
 """
 
 import importlib.metadata
@@ -31,18 +32,18 @@ from gradwire.topology.readers.sysfs_ports import find_ports
 
 LIVE = Path("/")
 _LOOPBACK = 772
-"""/sys/class/net/*/type. Source: Linux include/uapi/linux/if_arp.h."""
+"""Value of /sys/class/net/*/type for loopback interfaces. Source: Linux include/uapi/linux/if_arp.h."""
 SOFTWARE_NAMES = re.compile(r"(docker|br-|virbr|cni|veth|cali|flannel|tun|tap|wg|kube|lxc|vnet|podman|tailscale|zt)")
-"""Interfaces that lead to containers, machines or tunnels on this host, as their makers name them."""
+"""Beginnings of the names of interfaces that lead to containers, virtual machines or tunnels on this host."""
 
 
 def read_rank(rank: int, local_rank: int | None, root: Path = LIVE) -> RankFacts:
-    """Reads what this process sees.
+    """Reads the facts of this process and its machine, without measuring anything.
 
     Args:
-        rank: Its number.
-        local_rank: On its node, as the launcher says.
-        root: Folder with sys/ and proc/.
+        rank: Rank of this process.
+        local_rank: LOCAL_RANK of this process; None if the launcher does not set it.
+        root: Folder that contains sys/, proc/ and dev/.
     """
     variables = steering_variables()
     interfaces = read_interfaces(root)
@@ -71,7 +72,7 @@ def read_rank(rank: int, local_rank: int | None, root: Path = LIVE) -> RankFacts
 
 
 def has_torch() -> bool:
-    """Whether this Python has torch."""
+    """Returns whether torch is installed in this Python; it is not imported."""
     return importlib.util.find_spec("torch") is not None
 
 
@@ -88,7 +89,11 @@ def _threads() -> int:
 
 
 def versions(root: Path = LIVE) -> dict[str, str]:
-    """Versions that all ranks should share."""
+    """Returns the versions of the software that should be the same on all ranks: name -> version.
+
+    Args:
+        root: Folder that contains proc/, where the GPU driver's version is read.
+    """
     found = {"python": platform.python_version(), "gradwire": importlib.metadata.version("gradwire")}
     driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", text_of(root / "proc/driver/nvidia/version") or "")
     if driver is not None:
@@ -105,10 +110,11 @@ def versions(root: Path = LIVE) -> dict[str, str]:
 
 
 def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
-    """The network interfaces, loopback included.
+    """Reads the network interfaces of the machine, loopback included.
 
     Args:
-        root: Folder with sys/ and proc/; addresses are asked of the kernel where it is this machine.
+        root: Folder that contains sys/ and proc/. Interfaces have addresses only if it is `/`, because sysfs does not
+            have them and the kernel is asked.
     """
     ports = find_ports(root)
     rates: dict[str, float] = {}
@@ -143,24 +149,30 @@ def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
 
 
 def link_changes(root: Path = LIVE) -> dict[str, int]:
-    """Interface -> how often its link has come or gone so far.
+    """Reads how often the link of each interface has gone up or down since the machine started.
 
     Source: Linux Documentation/ABI/testing/sysfs-class-net, carrier_changes.
 
     Args:
-        root: Folder with sys/.
+        root: Folder that contains sys/.
+
+    Returns:
+        Interface -> number of changes; 0 if the kernel does not count them.
     """
     folder = root / "sys/class/net"
     return {name: number_of(folder / name / "carrier_changes") or 0 for name in names_in(folder)}
 
 
 def interface_nbytes(root: Path = LIVE) -> dict[str, tuple[int, int]]:
-    """Interface -> the bytes that it has sent and received so far.
+    """Reads the byte counters of each network interface.
 
     Source: Linux Documentation/ABI/testing/sysfs-class-net-statistics.
 
     Args:
-        root: Folder with sys/.
+        root: Folder that contains sys/.
+
+    Returns:
+        Interface -> (bytes sent, bytes received) since the machine started.
     """
     folder = root / "sys/class/net"
     return {
@@ -173,19 +185,26 @@ def interface_nbytes(root: Path = LIVE) -> dict[str, tuple[int, int]]:
 
 
 def pcie_rate(device: Path) -> float | None:
-    """Bits per second of a PCIe link, one direction; None where the kernel does not say.
+    """Returns the bits per second of a device's PCIe link in one direction; None if the kernel does not report it.
 
-    Source: Linux Documentation/ABI/testing/sysfs-bus-pci; PCIe encoding as `pcie_gigabits` has it.
+    Source: Linux Documentation/ABI/testing/sysfs-bus-pci; the encoding of PCIe as in `pcie_gigabits`.
 
     Args:
-        device: The function's folder in sysfs.
+        device: Folder of the PCIe function in sysfs.
     """
     speed, width = gigatransfers(text_of(device / "current_link_speed")), number_of(device / "current_link_width")
     return 1e9 * pcie_gigabits(speed, width) if speed and width else None
 
 
 def _port_of_nic(own: Path) -> tuple[str, str] | None:
-    """The NIC's GUID, the same on all its functions, and the number of the function: which port it is."""
+    """Returns the GUID of the NIC and the number of the PCIe function, which together name a port.
+
+    Two functions of one NIC with the same number belong to the same port: see `_other_half`. None if the interface is
+    no RDMA NIC.
+
+    Args:
+        own: Folder of the interface in /sys/class/net.
+    """
     folder = own / "device" / "infiniband"
     guids = [text_of(folder / name / "sys_image_guid") for name in names_in(folder)]
     try:
@@ -196,7 +215,10 @@ def _port_of_nic(own: Path) -> tuple[str, str] | None:
 
 
 def _other_half(folder: Path, name: str) -> str | None:
-    """See `half_ports` of gdr-check."""
+    """Returns the other interface of the same port, if the port has two PCIe links; None if it has one.
+
+    See `half_ports` of gdr-check.
+    """
     port = _port_of_nic(folder / name)
     if port is None:
         return None
@@ -206,6 +228,7 @@ def _other_half(folder: Path, name: str) -> str | None:
 
 
 def _kind(folder: Path, name: str) -> str:
+    """Returns the kind of an interface, as `NetworkInterface.kind` lists them."""
     own = folder / name
     if number_of(own / "type") == _LOOPBACK:
         return "loopback"
@@ -218,23 +241,32 @@ def _kind(folder: Path, name: str) -> str:
 
 
 def _below(folder: Path, name: str) -> list[str]:
-    """The interfaces that one stands before: of a VLAN one, of a bond, a team or a bridge all that are in it."""
+    """Returns the interfaces that this one is made of: the one below a VLAN, the members of a bond, team or bridge."""
     return [each.removeprefix("lower_") for each in names_in(folder / name) if each.startswith("lower_")]
 
 
 def _is_over_a_nic(folder: Path, name: str) -> bool:
+    """Returns whether an interface has a NIC below it, directly or through other interfaces."""
     return any((folder / each / "device").exists() or _is_over_a_nic(folder, each) for each in _below(folder, name))
 
 
 def _rate(folder: Path, name: str, rates: Mapping[str, float]) -> float | None:
-    """The rate of an interface, or of the fastest below it: some of a team's, or of a bridge's, may be in reserve."""
+    """Returns the rate of an interface in bits per second, or that of the fastest one below it; None if unknown.
+
+    Rates of a team's or bridge's members are not added, because some may be in reserve.
+
+    Args:
+        folder: /sys/class/net below the root.
+        name: Interface.
+        rates: Interface -> known rate, with bonds.
+    """
     if name in rates or (folder / name / "bonding").is_dir():
         return rates.get(name)
     return max(filter(None, (_rate(folder, each, rates) for each in _below(folder, name))), default=None)
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Interface -> the first of its IPv4 addresses, then those of IPv6 that others may reach."""
+    """Returns the addresses of this host by interface: the first IPv4 address, and IPv6 addresses that others reach."""
     names, found = dict(socket.if_nameindex()), dict[str, list[str]]()
     for each in host_addresses():
         own = found.setdefault(names.get(each.index, ""), [])
@@ -244,7 +276,7 @@ def _addresses() -> dict[str, list[str]]:
 
 
 def _own_address() -> str | None:
-    """What this host's name resolves to; None where it does not."""
+    """Returns the address to which this host's name resolves; None if it does not resolve."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -254,15 +286,18 @@ def _own_address() -> str | None:
 def gloo_choice(
     interfaces: tuple[NetworkInterface, ...], variables: Mapping[str, str], own_address: str | None
 ) -> str | None:
-    """The interface that torch's gloo takes: the first of GLOO_SOCKET_IFNAME, else the one of the host's own name.
+    """Returns the interface that torch's gloo would choose; None if this machine has no interface for it.
 
-    Source: torch, ProcessGroupGloo::createDefaultDevice (the name's address, the loopback where that fails), and the
-    documentation of torch.distributed, section "Common environment variables".
+    It is the first of GLOO_SOCKET_IFNAME if that is set, else the one that has the address of the host's name, else the
+    loopback.
+
+    Source: torch, ProcessGroupGloo::createDefaultDevice, and the documentation of torch.distributed, section "Common
+    environment variables".
 
     Args:
-        interfaces: Of this machine.
-        variables: Of this process.
-        own_address: What the hostname resolves to.
+        interfaces: Interfaces of this machine.
+        variables: Environment variables of this process.
+        own_address: Address to which the host's name resolves; None if it does not resolve.
     """
     if given := variables.get("GLOO_SOCKET_IFNAME"):
         return given.split(",")[0]
@@ -273,14 +308,14 @@ def gloo_choice(
 
 
 def nccl_choice(interfaces: tuple[NetworkInterface, ...], variables: Mapping[str, str]) -> str | None:
-    """The interface that NCCL takes for its sockets; None where it finds none.
+    """Returns the interface that NCCL would choose for its sockets; None if it would find none.
 
     Source: NCCL user guide, NCCL_SOCKET_IFNAME: prefixes, `=` for whole names, `^` for all others; without it `ib*`
     first, then any other than `docker*` and `lo`, then those.
 
     Args:
-        interfaces: Of this machine.
-        variables: Of this process.
+        interfaces: Interfaces of this machine.
+        variables: Environment variables of this process.
     """
     usable = [each for each in interfaces if each.up and each.addresses]
     if given := variables.get("NCCL_SOCKET_IFNAME"):
@@ -294,13 +329,14 @@ def nccl_choice(interfaces: tuple[NetworkInterface, ...], variables: Mapping[str
 
 
 def cpu_limit(root: Path = LIVE) -> float | None:
-    """CPUs that a quota leaves to this process and those that share it; None without one.
+    """Returns the CPUs that the quotas of this process's cgroups allow, as a fraction; None without a quota.
+
+    All processes of a cgroup share its quota, and those of the groups above it apply too: the least is returned.
 
     Source: Linux Documentation/admin-guide/cgroup-v2.rst, cpu.max; Documentation/scheduler/sched-bwc.rst for version 1.
-    A quota of any group above holds too.
 
     Args:
-        root: Folder with sys/ and proc/.
+        root: Folder that contains sys/ and proc/.
     """
     limits = []
     for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
@@ -319,6 +355,7 @@ def cpu_limit(root: Path = LIVE) -> float | None:
 
 
 def _quota(folder: Path) -> float | None:
+    """Returns the CPUs that a cgroup's folder allows, by version 2 or version 1; None without a quota."""
     words = (text_of(folder / "cpu.max") or "").split()
     if len(words) == 2 and words[0].isdigit() and int(words[1]):
         return int(words[0]) / int(words[1])
@@ -327,7 +364,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _shared_memory(folder: Path) -> tuple[int, int] | None:
-    """Bytes in all and free."""
+    """Returns the size and the free space of a shared-memory folder, in bytes; None if it does not exist."""
     if not folder.is_dir():
         return None
     facts = os.statvfs(folder)
@@ -335,13 +372,21 @@ def _shared_memory(folder: Path) -> tuple[int, int] | None:
 
 
 def _largest(file: Path) -> int | None:
-    """The third of a file's numbers: the most. Source: tcp(7), tcp_rmem and tcp_wmem."""
+    """Returns the maximum of a TCP buffer's size, the third number of its file; None if the file has no such number.
+
+    Source: tcp(7), tcp_rmem and tcp_wmem.
+    """
     words = (text_of(file) or "").split()
     return int(words[2]) if len(words) == 3 and words[2].isdigit() else None
 
 
 def gdr_verdicts() -> tuple[tuple[str, str, str], ...]:
-    """What `gradwire gdr-check` finds wrong here: (`fail` or `warn`, what, what to do); empty without GPUs and RDMA."""
+    """Runs `gradwire gdr-check` on this machine, and returns what it finds wrong.
+
+    Returns:
+        A tuple (`fail` or `warn`, finding, fix) for each check that does not pass; one `warn` if the machine cannot be
+        examined.
+    """
     try:
         with opened_host(HostInputs()) as host:
             report = run_checks(host)
@@ -356,7 +401,9 @@ def gdr_verdicts() -> tuple[tuple[str, str, str], ...]:
 
 
 def gpu_states() -> tuple[GpuState, ...]:
-    """The GPUs' clocks now, and what holds them down; call it while they work.
+    """Reads the clocks of this machine's GPUs, and why the driver lowers them. Call it while the GPUs compute.
+
+    Empty without an NVIDIA driver.
 
     Source: NVML API reference, nvmlDeviceGetCurrentClocksEventReasons and its constants.
     """
@@ -380,7 +427,9 @@ def gpu_states() -> tuple[GpuState, ...]:
 
 
 def _peers(nvml: NvmlCalls, index: int, handles: Mapping[int, object]) -> tuple[int, ...]:
-    """Whether this GPU may read each GPU's memory; empty where the driver does not say.
+    """Returns the peer status of a GPU towards each GPU, by index; empty if the driver does not report all of them.
+
+    A status of 0 says that the GPU can read the other's memory.
 
     Source: NVML API reference, nvmlDeviceGetP2PStatus; index 0 is NVML_P2P_CAPS_INDEX_READ.
     """
@@ -393,7 +442,7 @@ def _peers(nvml: NvmlCalls, index: int, handles: Mapping[int, object]) -> tuple[
 
 
 CLOCK_SM = 1
-"""Source: nvml.h, NVML_CLOCK_SM."""
+"""NVML's number of the SM clock. Source: nvml.h, NVML_CLOCK_SM."""
 
 SLOWED = {
     0x08: "hardware slowdown",
@@ -401,7 +450,10 @@ SLOWED = {
     0x40: "too hot (hardware limit)",
     0x80: "power brake (power supply)",
 }
-"""Reasons that are no choice and no idling. Source: nvml.h, nvmlClocksThrottleReason*."""
+"""Bit of NVML's throttle reasons -> words, for those that are a fault; idling and clocks set by the user are left out.
+
+Source: nvml.h, nvmlClocksThrottleReason*.
+"""
 
 
 def _reasons(bits: int) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ from gradwire.comms.bootstrap.threads import BackgroundThread, in_thread, outcom
 from gradwire.comms.boundary.messages import MessageError, MessageType, Within
 
 STREAMS = 4
-"""Connections at once: what NCCL opens to a peer on a NIC of 25 Gbit/s and less is 1 to 4, on clouds 8. Source: NCCL
+"""Connections of a flow over several connections. NCCL opens 1 to 4 to a peer on a NIC of 25 Gbit/s and less, and 8 on
+clouds. Source: NCCL
 user guide, NCCL_NSOCKS_PERTHREAD and NCCL_SOCKET_NTHREADS."""
 
 CHUNK_NBYTES = 256 << 10
@@ -40,7 +41,8 @@ end. It is the kernel's default limit. Source: Linux net/core/sock.c, sysctl_wme
 PINGS = 60
 CONNECT_SECONDS = 3.0
 _NOBODY_CUTS = 10, 3
-"""IP_MTU_DISCOVER and IP_PMTUDISC_PROBE: sent whole, whatever the kernel believes of the path. Source: ip(7)."""
+"""Socket option IP_MTU_DISCOVER and its value IP_PMTUDISC_PROBE: packets are never fragmented, and the kernel does not
+apply the path MTU that it has learned. Source: ip(7)."""
 _SMALL_PACKET_NBYTES = 500
 _PACKET_TRIES = 4
 _PACKET_SECONDS = 0.15
@@ -48,31 +50,35 @@ _SETTLE_SECONDS = 0.5
 _HEADERS_NBYTES = 28
 """Bytes of the headers of IPv4 and UDP."""
 _DATA, _CONTROL = b"D", b"C"
+"""First byte of a TCP connection: it carries a flow, or the requests of a session."""
 _ASKING, _ANSWERED = b"?", b"!"
-"""First byte of a packet over UDP, and of its answer; then the session's seal."""
+"""First byte of a UDP packet, and of its answer; the session's seal follows."""
 _SEAL_NBYTES = 16
-"""Bytes that a listener draws for each session and tells over TCP: who sends them has its connection."""
+"""Length of a seal: random bytes that a listener draws for each session and sends over TCP. A UDP packet is answered
+only if it has the seal of a session."""
 
 SESSION_NBYTES = 16
-"""Hexadecimal digits of a session's name."""
+"""Length of a session's name, in hexadecimal digits of one byte each."""
 
 MOST_SESSIONS = 64
-"""Askers that are served at a time, each by a thread. A doctor asks one node at a time."""
+"""Upper limit of sessions at a time, each of which has a thread. A doctor measures to one node at a time."""
 
 MOST_FLOWS = 64
-"""Connections of a session that wait for their flow."""
+"""Upper limit of a session's connections that wait for their flow."""
 
 MOST_LINE_NBYTES = 4096
-"""Bytes of a line between two doctors."""
+"""Upper limit of a line between two doctors, in bytes."""
 
 PACED_SHARE = 0.4
-"""Share of one connection's rate at which a flow fills no queue: what it loses, the way loses by itself."""
+"""Share of one connection's rate to which a flow is paced when packet loss is measured. Such a flow fills no queue, so
+that its losses are those of the path itself."""
 PACED_SEGMENTS = 400
-"""Segments that such a flow should have; it lasts longer for that, but no longer than `LONGEST_PACED_SECONDS`."""
+"""Segments that a paced flow should send. It lasts longer if it needs to, up to `LONGEST_PACED_SECONDS`."""
 LONGEST_PACED_SECONDS = 2.0
 _SEGMENT_NBYTES = 1448
 FLOW_ROUND_TRIPS = 30
-"""TCP doubles what is under way in each round trip: after a dozen, `LEAD_SHARE` of these, it has its rate."""
+"""Least length of a flow, in round trips. TCP doubles its window in each round trip at the start, and has its rate
+after a dozen: `LEAD_SHARE` of these, which is not counted."""
 LONGEST_FLOW_SECONDS = 3.0
 
 
@@ -83,7 +89,11 @@ class _Counted:
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
     def rate(self, seconds: float) -> float:
-        """Return bytes per second after the first `LEAD_SHARE` of the flow's time; 0 if nothing arrived then."""
+        """Returns bytes per second after the first `LEAD_SHARE` of the flow's time; 0 if nothing arrived then.
+
+        Args:
+            seconds: Length of the flow, from its first byte.
+        """
         if not self.arrivals:
             return 0.0
         moments = sorted(self.arrivals)
@@ -114,7 +124,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What an asker wants: the clock, bytes sent back, or a flow; see `Asker`."""
+    """Request of an `Asker` to a `Listener`, as a line of JSON.
+
+    Attributes:
+        do: `clock` asks for the time, `echo` for single bytes to be returned, `flow` for a transfer.
+        count: Number of bytes to return, for `echo`.
+        sends: Connections on which the listener sends, for `flow`.
+        receives: Connections on which the listener receives, for `flow`.
+        seconds: Length of the flow.
+        buffer: Send buffer of each connection in bytes; 0 for the default of the kernel.
+        pace: Pacing rate of each connection in bytes per second; 0 for no limit.
+    """
 
     do: Literal["clock", "echo", "flow"]
     count: Annotated[int, Within(0, 1000)] = 0
@@ -127,21 +147,27 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """The other node's clock of the day."""
+    """Answer to `clock`: the listener's time of day, in seconds since 1970."""
 
     time: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """The connections of a flow have come."""
+    """First answer to `flow`: all of its connections have arrived."""
 
     ready: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Flowed:
-    """What the other node has received, in bytes per second, and what its kernel says of what it has sent."""
+    """Second answer to `flow`, after its end.
+
+    Attributes:
+        rate: Bytes per second that the listener received.
+        sent: Kernel's statistics of the listener's first sending connection; None if it sent nothing, or the kernel has
+            none.
+    """
 
     rate: Annotated[float, Within(0, 1e18)]
     sent: SentSegments | None
@@ -154,7 +180,7 @@ _FLOWED: MessageType[_Flowed] = MessageType(_Flowed, most_nbytes=MOST_LINE_NBYTE
 
 
 def sent_segments(connection: socket.socket) -> SentSegments | None:
-    """Return the kernel's statistics of a connection; None before Linux 5.4.
+    """Returns the kernel's statistics of a connection; None before Linux 5.4.
 
     Args:
         connection: TCP socket that has sent.
@@ -170,7 +196,7 @@ def sent_segments(connection: socket.socket) -> SentSegments | None:
 def flow(
     sends: Sequence[socket.socket], receives: Sequence[socket.socket], seconds: float
 ) -> tuple[float, SentSegments | None]:
-    """Send on some connections and receive on others for some seconds, then close them all.
+    """Sends on some connections and receives on others for some seconds, then closes them all.
 
     Args:
         sends: Connections to send on.
@@ -178,7 +204,8 @@ def flow(
         seconds: Length of the flow.
 
     Returns:
-        Bytes received per second, 0 without `receives`; and statistics of the first sending connection.
+        Bytes received per second, 0 without `receives`; and the kernel's statistics of the sending connection that
+        ended first, None without `sends` or if the kernel has none.
     """
     began = threading.Event()
     counted = [_Counted() for _ in receives]
@@ -195,6 +222,7 @@ def flow(
 
 
 def _send(connection: socket.socket, seconds: float, began: threading.Event, said: list[SentSegments | None]) -> None:
+    """Sends zeros for some seconds from the event on, appends the connection's statistics to `said`, and closes it."""
     chunk = memoryview(bytes(CHUNK_NBYTES))
     began.wait()
     end = time.perf_counter() + seconds
@@ -211,6 +239,7 @@ def _send(connection: socket.socket, seconds: float, began: threading.Event, sai
 
 
 def _receive(connection: socket.socket, seconds: float, counted: _Counted) -> None:
+    """Receives until `seconds` after the first byte, adds the arrivals to `counted`, and closes the connection."""
     buffer = bytearray(CHUNK_NBYTES)
     connection.settimeout(0.1)
     deadline = time.perf_counter() + seconds + 1.0
@@ -230,7 +259,10 @@ def _receive(connection: socket.socket, seconds: float, counted: _Counted) -> No
 
 
 class Listener:
-    """Server for the measurements of other nodes, in threads of its own, until it is closed."""
+    """Server of this node for the measurements of other nodes; it runs in its own threads until it is closed.
+
+    Thread safety: `close` may be called while the threads serve.
+    """
 
     def __init__(self) -> None:
         self._tcp = listener(64)
@@ -260,7 +292,7 @@ class Listener:
         return self._tcp.getsockname()[1], self._udp.getsockname()[1]
 
     def _accept(self) -> None:
-        """Accept connections that name a session; at most `MOST_SESSIONS` are served at a time, each by a thread."""
+        """Accepts connections that name a session; at most `MOST_SESSIONS` are served at a time, each by a thread."""
         with contextlib.closing(
             PendingConnections(self._tcp, lambda heard: 1 + SESSION_NBYTES - len(heard))
         ) as pending:
@@ -275,7 +307,17 @@ class Listener:
                         connection.close()
 
     def _let_in(self, connection: socket.socket, kind: bytes, name: bytes) -> bool:
-        """Whether a caller is one that belongs here."""
+        """Hands a new connection to its session, or begins a session with it.
+
+        Args:
+            connection: Connection of the caller.
+            kind: First byte that it sent, `_DATA` or `_CONTROL`.
+            name: Name of its session, as it sent it.
+
+        Returns:
+            False if the connection was not taken: its first bytes are not a doctor's, its session is not known, or
+            there are too many.
+        """
         session = name.decode("ascii", errors="replace")
         if len(session) != SESSION_NBYTES or not set(session) <= set("0123456789abcdef"):
             return False
@@ -300,6 +342,7 @@ class Listener:
         return True
 
     def _serve(self, connection: socket.socket, session: str) -> None:
+        """Answers the requests of a session until its connection ends, then forgets the session."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lines = connection.makefile("rb", buffering=0)
         # The asker's end, or its silence, is this thread's end: the asker reports what it missed.
@@ -316,6 +359,13 @@ class Listener:
                 waiting.get().close()
 
     def _answer(self, connection: socket.socket, session: str, asked: "_Asked") -> None:
+        """Does what one request asks for, and sends the answer.
+
+        Raises:
+            MessageError: A flow's connection does not say whether it sends or receives.
+            queue.Empty: A flow's connections did not arrive in time.
+            OSError: The connection ended.
+        """
         if asked.do == "clock":
             _say(connection, {"time": time.time()})
         elif asked.do == "echo":
@@ -336,6 +386,7 @@ class Listener:
             _say(connection, {"rate": rate, "sent": None if sent is None else asdict(sent)})
 
     def _echo_packets(self) -> None:
+        """Returns UDP packets that have a session's seal to their senders, until the socket is closed."""
         self._udp.setsockopt(socket.IPPROTO_IP, *_NOBODY_CUTS)
         while True:
             try:
@@ -355,7 +406,7 @@ class Listener:
                 self._udp.sendto(packet, sender)
 
     def close(self) -> None:
-        """Close both sockets, which ends the threads."""
+        """Closes both sockets, which ends the threads."""
         self._closed = True
         for each in (self._tcp, self._udp):
             with contextlib.suppress(OSError):  # wakes the thread that waits on it; UDP has nobody to say it to
@@ -363,24 +414,24 @@ class Listener:
             each.close()
 
     def __enter__(self) -> Self:
-        """Returns itself."""
+        """Returns the listener itself, for `with`."""
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Stops serving."""
+        """Closes the listener."""
         self.close()
 
 
 class Asker:
-    """Measures to one other node's `Listener`.
+    """Session of measurements from this node to one other node's `Listener`.
 
     Args:
-        address: The node's, IPv4 or IPv6.
-        ports: Its listener's.
-        source: Of our own addresses, the one to ask from; None leaves it to the routes.
+        address: IPv4 or IPv6 address of the other node.
+        ports: TCP and UDP port of its listener.
+        source: Address of this node from which to connect; None lets the kernel choose it by the routes.
 
     Raises:
-        OSError: Nobody can be reached there.
+        OSError: The listener cannot be reached.
     """
 
     def __init__(self, address: str, ports: tuple[int, int], source: str | None = None) -> None:
@@ -398,28 +449,29 @@ class Asker:
         self._lines = self._control.makefile("rb", buffering=0)
 
     def _connect(self, kind: bytes, extra: bytes = b"") -> socket.socket:
+        """Opens a TCP connection to the listener, and sends its kind, the session's name and `extra` on it."""
         connection = socket.create_connection((self._address, self._ports[0]), CONNECT_SECONDS, self._source)
         connection.sendall(kind + self._session.encode() + extra)
         connection.settimeout(10 * CONNECT_SECONDS)
         return connection
 
     def latency_seconds(self) -> float:
-        """One way: half of the shortest round trip."""
+        """Returns the seconds of one way to the other node: half of the shortest of `PINGS` round trips."""
         _say(self._control, {"do": "echo", "count": PINGS})
         return min(self._ping() for _ in range(PINGS)) / 2
 
     def _ping(self) -> float:
-        """Seconds of one round trip, of those that the other node was told of."""
+        """Returns the seconds of one round trip; an `echo` request must have announced it."""
         began = time.perf_counter()
         self._control.sendall(b".")
         _exactly(self._control, 1)
         return time.perf_counter() - began
 
     def settle(self, latency_seconds: float) -> None:
-        """Waits until what a flow left in queues is gone: until a round trip is short again, or for half a second.
+        """Waits until the queues filled by a flow are empty, which a short round trip shows, or for half a second.
 
         Args:
-            latency_seconds: One way, as measured before.
+            latency_seconds: Seconds of one way on the idle link, as `latency_seconds` returned it.
         """
         deadline = time.perf_counter() + _SETTLE_SECONDS
         took = float("inf")
@@ -428,7 +480,10 @@ class Asker:
             took = self._ping()
 
     def clock_seconds(self) -> float:
-        """How far the other node's clock is ahead of ours; by the quickest of five questions."""
+        """Returns the seconds by which the other node's clock is ahead of this one's, negative if it is behind.
+
+        The quickest of five requests counts.
+        """
         found = []
         for _ in range(5):
             began = time.time()
@@ -439,7 +494,7 @@ class Asker:
         return min(found)[1]
 
     def rates(self, there: int, back: int, seconds: float, buffer_nbytes: int = 0) -> tuple[float, float]:
-        """Run a flow in both directions at once; return the received rates (there, back), in bytes per second.
+        """Runs a flow in both directions at once; returns the received rates (there, back), in bytes per second.
 
         Args:
             there: Connections that send to the other node.
@@ -452,7 +507,7 @@ class Asker:
     def flows(
         self, there: int, back: int, seconds: float, buffer_nbytes: int = 0, bytes_per_second: float = 0.0
     ) -> tuple[tuple[float, float], tuple[SentSegments | None, SentSegments | None]]:
-        """Run a flow in both directions at once; return the rates received, and the senders' kernel statistics.
+        """Runs a flow in both directions at once; returns the rates received, and the senders' kernel statistics.
 
         Args:
             there: Connections that send to the other node.
@@ -460,6 +515,13 @@ class Asker:
             seconds: Length of the flow.
             buffer_nbytes: Send buffer of each socket; 0 for the default of the kernel.
             bytes_per_second: Pacing rate of each sender; 0 for no limit.
+
+        Returns:
+            The received rates (there, back) in bytes per second, and the statistics of a sender in each direction, None
+            if the direction has no connection or its kernel no statistics.
+
+        Raises:
+            OSError: The other node ended the measurement, or does not answer as a doctor.
         """
         sends = [self._connect(_DATA, b"r") for _ in range(there)]
         receives = [self._connect(_DATA, b"s") for _ in range(back)]
@@ -482,10 +544,12 @@ class Asker:
         return (heard.rate, received), (sent, heard.sent)
 
     def packets_pass(self, packet_nbytes: int) -> bool | None:
-        """Whether packets of this size come back whole; None where small ones do not either (a firewall).
+        """Returns whether unfragmented UDP packets of this size come back; None if small ones do not either.
+
+        None points to a firewall that drops UDP, and says nothing about the size.
 
         Args:
-            packet_nbytes: With IP's header.
+            packet_nbytes: Size of a packet with the headers of IP and UDP, in bytes.
         """
         with socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET, socket.SOCK_DGRAM) as asking:
             asking.setsockopt(socket.IPPROTO_IP, *_NOBODY_CUTS)
@@ -495,6 +559,7 @@ class Asker:
             return self._comes_back(asking, packet_nbytes - _HEADERS_NBYTES)
 
     def _comes_back(self, asking: socket.socket, nbytes: int) -> bool:
+        """Sends a packet with `nbytes` of payload up to `_PACKET_TRIES` times; returns whether an answer came."""
         for number in range(_PACKET_TRIES):
             packet = (_ASKING + self._seal + bytes([number])).ljust(nbytes, b"\0")
             try:
@@ -510,6 +575,11 @@ class Asker:
         return False
 
     def _hear(self, wanted: MessageType[T]) -> T:
+        """Reads an answer of the listener.
+
+        Raises:
+            ConnectionError: The listener has closed the connection, or its line is not of this type.
+        """
         line = self._lines.readline(MOST_LINE_NBYTES)
         if not line:
             raise ConnectionError(f"{self._address} ended the measurement")
@@ -519,22 +589,24 @@ class Asker:
             raise ConnectionError(f"{self._address} does not answer as a doctor: {error}") from None
 
     def close(self) -> None:
-        """Ends the session."""
+        """Closes the connection, which ends the session."""
         self._lines.close()
         self._control.close()
 
 
 def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_nbytes: int) -> PairRates:
-    """Everything about one pair.
+    """Measures the path between two nodes: latency, rates, lost segments, clocks, and packets of full size.
 
     Args:
-        asker: From the first node to the second.
-        places: Their numbers.
-        seconds: Of each of the six flows, at least.
-        packet_nbytes: Size of the packets that must pass whole.
+        asker: Session from the first node to the second.
+        places: Numbers of the two nodes.
+        seconds: Least length of each of the six flows; a long round trip makes them longer.
+        packet_nbytes: Size of the packets that must pass unfragmented, in bytes with all headers.
     """
+    # Measure what needs an idle path.
     latency = asker.latency_seconds()
     packets = asker.packets_pass(packet_nbytes)
+    # Measure one connection in each direction, then several in each direction and in both at once.
     seconds = max(seconds, min(2 * FLOW_ROUND_TRIPS * latency, LONGEST_FLOW_SECONDS))
     (there, _), (sent_there, _) = asker.flows(1, 0, seconds)
     asker.settle(latency)
@@ -549,6 +621,7 @@ def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_n
     )
     both = asker.rates(STREAMS, STREAMS, seconds, buffer)
     asker.settle(latency)
+    # Count lost segments of flows that are slow enough not to cause losses themselves.
     sent, lost = _lost(asker, PACED_SHARE * min(one), seconds)
     own = [each for each in (sent_there, sent_back) if each is not None]
     return PairRates(
@@ -569,7 +642,16 @@ def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_n
 
 
 def _lost(asker: Asker, bytes_per_second: float, seconds: float) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Segments sent and lost in each direction by flows that leave the link more than half empty."""
+    """Counts the segments that paced flows send and lose in each direction, at a rate that should lose none.
+
+    Args:
+        asker: Session to the other node.
+        bytes_per_second: Pacing rate of the flow in each direction; at 0 nothing is measured.
+        seconds: Least length of the flows.
+
+    Returns:
+        Segments sent (there, back), and segments lost (there, back); zeros if the kernels have no statistics.
+    """
     if bytes_per_second <= 0:
         return (0, 0), (0, 0)
     wanted = PACED_SEGMENTS * _SEGMENT_NBYTES / bytes_per_second
@@ -580,7 +662,13 @@ def _lost(asker: Asker, bytes_per_second: float, seconds: float) -> tuple[tuple[
 
 
 def _limit(connection: socket.socket, buffer_nbytes: int, bytes_per_second: float) -> None:
-    """As `Asker.flows` has them: 0 for no limit."""
+    """Sets a connection's send buffer and pacing rate.
+
+    Args:
+        connection: TCP socket.
+        buffer_nbytes: Size of the send buffer; 0 leaves the default of the kernel.
+        bytes_per_second: Pacing rate; 0 sets no limit.
+    """
     if buffer_nbytes:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes)
     if bytes_per_second:
@@ -588,10 +676,16 @@ def _limit(connection: socket.socket, buffer_nbytes: int, bytes_per_second: floa
 
 
 def _say(connection: socket.socket, what: dict[str, object]) -> None:
+    """Sends an object as a line of JSON."""
     connection.sendall(json.dumps(what).encode() + b"\n")
 
 
 def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    """Receives exactly `nbytes` bytes.
+
+    Raises:
+        ConnectionError: The connection ended before.
+    """
     found = b""
     while len(found) < nbytes:
         piece = connection.recv(nbytes - len(found))

@@ -1,4 +1,4 @@
-"""The rates between all nodes as a picture: a square for each pair, the slower the darker, with its rate in it."""
+"""Picture of the rates between all nodes (SVG): a square for each pair and direction, red if slow, with its rate."""
 
 from xml.sax.saxutils import escape
 
@@ -8,15 +8,17 @@ from gradwire.topology.wording import rate
 _CELL, _MARGIN, _LETTER = 84, 24, 7.2
 _FONT = "font-family='system-ui, sans-serif'"
 _SLOW, _FAST, _UNKNOWN = (178, 24, 43), (209, 229, 240), "#f4f4f4"
-"""Ends of ColorBrewer's RdBu, which people who confuse red and green tell apart."""
+"""Colours of the scale's two ends, and of pairs that were not measured. The ends are from ColorBrewer's RdBu, which
+people with red-green colour blindness can tell apart."""
 
 
 def svg(facts: JobFacts) -> str:
-    """Draws the matrix; row sends to column.
+    """Returns the SVG text of the matrix of rates: each row is a sending node, each column a receiving one.
 
     Args:
-        facts: With measured pairs.
+        facts: Measurements of the job, with at least one pair.
     """
+    # Collect the rates, and lay out the picture: long names of columns are turned by 45 degrees.
     names = _short(facts.names)
     rates: dict[tuple[int, int], float] = {}
     for pair in facts.pairs:
@@ -29,6 +31,7 @@ def svg(facts: JobFacts) -> str:
     top = 64 + (max(len(name) for name in names) * _LETTER * 0.75 if turned else 20)
     hanging = max(len(name) for name in names) * _LETTER * 0.75 - cell / 2 if turned else 0
     width, height = left + cell * len(names) + _MARGIN + max(hanging, 40), top + cell * len(names) + 76
+    # Draw the frame, the title and the names of the columns.
     parts = [
         (
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
@@ -45,6 +48,7 @@ def svg(facts: JobFacts) -> str:
         turn = f" transform='rotate(-45 {x:.1f} {y:.1f})'" if turned else ""
         anchor = "start" if turned else "middle"
         parts.append(_text(x, y, name, anchor, 13, "#222", turn))
+    # Draw a row of squares for each sending node; small squares have a number without its unit.
     for row, name in enumerate(names):
         parts.append(_text(left - 10, top + cell * (row + 0.5) + 5, name, "end", 13, "#222"))
         for column in range(len(names)):
@@ -66,18 +70,20 @@ def svg(facts: JobFacts) -> str:
                 parts.append(
                     _text(x + cell / 2, y + cell / 2 + 4, f"{found / best * top_number:.3g}", "middle", 11, ink)
                 )
+    # Close with the legend.
     note = "row to column, several connections" + (f", in {unit_of_all}" if cell < _CELL else "")
     parts += _legend(_MARGIN, height - 44, best, note)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _short(names: list[str]) -> list[str]:
-    """Names without the domain, where all have one and the first parts tell them apart."""
+    """Returns the names without their domains if they still differ; else the names unchanged."""
     first = [name.partition(".")[0] for name in names]
     return first if len(set(first)) == len(first) else names
 
 
 def _legend(x: float, y: float, best: float, note: str) -> list[str]:
+    """Returns the SVG elements of the colour scale from 0 to `best` bytes per second, with a note beside it."""
     parts = []
     for place, share in enumerate((0.0, 0.25, 0.5, 0.75, 1.0)):
         parts.append(f"<rect x='{x + 26 * place:.0f}' y='{y:.0f}' width='26' height='14' fill='{_colour(share)[0]}'/>")
@@ -88,7 +94,11 @@ def _legend(x: float, y: float, best: float, note: str) -> list[str]:
 
 
 def _colour(share: float) -> tuple[str, str]:
-    """Fill and ink; 1 is the fastest link of the picture."""
+    """Returns the colours of a square and of the text in it.
+
+    Args:
+        share: Rate divided by that of the fastest link in the picture, 0 to 1.
+    """
     near = min(max(share, 0.0), 1.0)
     mixed = [round(slow + (fast - slow) * near) for slow, fast in zip(_SLOW, _FAST, strict=True)]
     return f"#{mixed[0]:02x}{mixed[1]:02x}{mixed[2]:02x}", "#fff" if near < 0.55 else "#123"

@@ -1,7 +1,7 @@
-"""The user's own script, for a few steps: how many bytes of gradients it has, and how long a step takes.
+"""Run of the user's script for a few steps, to measure the bytes of its gradients and its step time.
 
-The script runs unchanged, as a child of each rank with the same place in the job; after `STEPS` optimizer steps the
-child ends (see `gradwire.bench.steps`). Nothing in the script is touched.
+The script runs unchanged, as a child process of each rank with the same rank and size; after `STEPS` optimizer steps
+the child ends (see `gradwire.bench.steps`).
 """
 
 import itertools
@@ -22,23 +22,27 @@ from gradwire.topology.gdr.inputs.environment import child_environment
 STEPS = 12
 WARM_UP_STEPS = 3
 LIMIT_SECONDS = 60.0
-"""Seconds for the script to reach its last step, imports and data included; what it has by then counts."""
+"""Time limit for the script to reach its last step, with imports and loading of data; steps made by then count."""
 
 STANDS_SECONDS = 45.0
-"""Seconds after which a script that has not ended says where it stands; the rest of the limit is for imports."""
+"""Seconds after which the line of the main thread is recorded if the script has not ended."""
 
 _RECORD = "%d %s %d\n"
 """Line of the record for each step: bytes of gradients, moment, bytes of trainable parameters without a gradient."""
 SPLIT, STANDS = ".split", ".stands"
-"""End the names of the files beside the record, in which it says where a step's time goes, and where it stands."""
+"""Suffixes of two files beside the record: the parts of a step's time (`StepSplit`), and the line of the main thread
+after `STANDS_SECONDS`."""
 
 
 def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> ScriptRun:
-    """Run a script in a child process until it has made its steps, or its time is up.
+    """Runs a script in a child process until it has made `STEPS` steps, or `LIMIT_SECONDS` have passed.
 
     Args:
-        words: The script and its arguments.
-        variables: Environment variables to add to this process's own.
+        words: Script and its arguments.
+        variables: Environment variables to add to this process's own; None for none.
+
+    Returns:
+        The measurements; if the script failed, with the error and its exit status.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder:
         record = Path(folder, "steps")
@@ -61,19 +65,21 @@ def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> Scr
 
 
 def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
-    """Return the measurements in a script's record of steps.
+    """Returns the measurements in a script's record of steps.
 
     Args:
         record: File with a line for each step, as `_RECORD` has it.
         status: Exit status of the script, negative for a signal.
         late: Whether the doctor ended it because its time was up.
-        said: Last lines of its output.
+        said: Last lines of its output, of which an error quotes the last.
     """
+    # Compute the times between steps, without the warm-up steps if there are enough others.
     lines = record.read_text().splitlines() if record.exists() else []
     rows = [line.split() for line in lines]
     warm = len(rows) > WARM_UP_STEPS + 1
     moments = [float(row[1]) for row in rows][WARM_UP_STEPS if warm else 0 :]
     steps = [after - before for before, after in itertools.pairwise(moments)]
+    # A script that ended early or with an error gets a sentence that says so.
     error = None
     last = f"it said last: {said[-1]}" if said else "it printed nothing"
     if not steps:
@@ -102,12 +108,12 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
 
 
 def main(argv: list[str]) -> None:
-    """Runs a script with the hook in place; the process ends with its last step.
+    """Runs a script in this process and records its steps; the process ends after `STEPS` optimizer steps.
 
     Args:
-        argv: File for the record, script, its arguments.
+        argv: File for the record, the script, and the script's arguments.
     """
-    # Here: the doctor reads this module without torch, too.
+    # Imported here, because the doctor imports this module in a Python without torch, too.
     from gradwire.bench.doctor.split import StepSplit
     from gradwire.bench.steps import run_until
     from gradwire.comms.bootstrap.threads import BackgroundThread

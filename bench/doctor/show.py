@@ -45,13 +45,13 @@ def on_two_nodes(facts: JobFacts) -> str:
 
 
 def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, took_seconds: float) -> None:
-    """Print the report.
+    """Prints the report: the findings, tables of the measurements, and what to type next.
 
     Args:
         facts: Measurements of the job.
-        found: Findings as `diagnose` ranks them.
+        found: Findings in the order in which `diagnose` returns them.
         console: Console to print to.
-        took_seconds: Length of the examination.
+        took_seconds: Length of the examination in seconds.
     """
     say = console.print
     nodes = facts.nodes
@@ -74,15 +74,16 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
 
 
 def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
-    """Return the two last lines of the report: a conclusion, and `Type: ` with the command to type next.
+    """Returns the two last lines of the report: a conclusion, and `Type: ` with the command to type next.
 
-    Gains are those of exact sums, by the model of `comms/plan/overlap.py`. Which compressor to take is what the
-    command says: only `comms/plan/advise.py` ranks them.
+    The conclusion is about training with exact sums, by the model of `comms/plan/overlap.py`. It names no compressor:
+    the command to type next ranks them, by `comms/plan/advise.py`.
 
     Args:
         facts: Measurements of the job.
         found: Findings as `diagnose` ranks them.
     """
+    # With missing ranks, on one machine and without a measured link there is no rate to conclude from.
     count = len(facts.nodes)
     again = "the command that you have just typed, once more"
     if facts.missing_ranks:
@@ -102,6 +103,7 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
         ]
     if not facts.pairs:
         return ["No link was measured: the nodes do not reach each other.", f"Type: {again}, when that is mended"]
+    # Compare all nodes with one node alone, at the rate of the slowest link after the fixes.
     good = min(rates_after_fixes(facts, found))
     exact = facts.exchange_seconds(good)
     first = _nothing(facts, found) if all(each.remark for each in found) else "Once that is mended"
@@ -235,7 +237,7 @@ def headline(facts: JobFacts) -> list[str]:
 
 
 def _split_line(facts: JobFacts) -> str:
-    """`A step of your script (0.5 s): 0.3 s the backward pass, 0.1 s exchange`; empty without `--script`."""
+    """Returns a sentence on the parts of a step of the user's script, on the usual rank; empty without `--script`."""
     parts = step_split(facts)
     if not parts or facts.step_seconds is None:
         return ""
@@ -245,6 +247,7 @@ def _split_line(facts: JobFacts) -> str:
 
 
 def _print_one(number: int, each: Diagnosis, console: Console) -> None:
+    """Prints one finding: its title and cost, what was seen, what to do, and under what condition it holds."""
     cost = "stops the job" if each.stops else f"costs {duration(each.cost_seconds)} a step" if each.cost_seconds else ""
     tail = ", ".join(text for text in ("a remark" if each.remark else "", cost, f"{each.confidence:.0%} sure") if text)
     console.print(f"{number}. [bold]{escape(each.title)}[/bold]  ({tail})", highlight=False)

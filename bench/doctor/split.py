@@ -54,7 +54,7 @@ class StepSplit:
         ).start()
 
     def _fail(self, error: BaseException) -> None:
-        """Stop writing: samples of a part of the steps would be misleading."""
+        """Stops sampling and writing after an error: samples of a part of the steps would be misleading."""
         self._closed.set()
         with self._lock:
             self._first = None
@@ -73,7 +73,7 @@ class StepSplit:
             self._last = now
 
     def begin(self) -> None:
-        """Start counting. The main thread calls it at the end of a step."""
+        """Starts counting. The main thread calls it at the end of a step."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -82,7 +82,7 @@ class StepSplit:
             self._first_issued = {name: state.issued for name, state in self._log.states()}
 
     def write(self, steps: int, *, last: bool) -> None:
-        """Write the averages of the steps since `begin` to the file.
+        """Writes the averages of the steps since `begin` to the file; nothing after an error of the sampling thread.
 
         Args:
             steps: Number of steps since `begin`, at least 1.
@@ -104,7 +104,7 @@ class StepSplit:
         replace_text(self._file, json.dumps(found), lasting=False)  # read after a kill, too
 
     def _all_reduces(self) -> Counter[str]:
-        """Return line of the script -> all-reduces since `begin` in groups of all ranks, from the flight recorder."""
+        """Returns line of the script -> all-reduces since `begin` in groups of all ranks, from the flight recorder."""
         whole = {name for name, ranks in self._flight.members.items() if len(ranks) == dist.get_world_size()}
         return Counter(
             each.line or "?"
@@ -115,4 +115,5 @@ class StepSplit:
         )
 
     def _under_way(self) -> float:
+        """Returns the seconds until now in which a collective was in flight, added over the process groups."""
         return sum(state.waited_seconds for _, state in self._log.states())

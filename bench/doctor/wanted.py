@@ -16,9 +16,13 @@ class Wanted:
     """Options of an examination, from the command line."""
 
     gradient_nbytes: int | None = None
+    """Bytes of all gradients; None if not given."""
     step_seconds: float | None = None
+    """Seconds of a step of the user's training on all nodes; None if not given."""
     link_bytes_per_second: float | None = None
+    """Rate that a node's link should have in one direction; None if not given."""
     script: tuple[str, ...] = ()
+    """Script to run and its arguments; empty for none."""
     seconds: float = 45.0
     """Approximate length of the examination, without the run of the user's script."""
     say: Callable[[str], None] = field(default=lambda text: None)
@@ -26,7 +30,9 @@ class Wanted:
 
 
 def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> JobFacts:
-    """Return the facts with the gradients' size and step time of the command line, else of the script, else defaults.
+    """Returns the facts with the gradients' size and the step time added: of the command line, else of the script.
+
+    Without both, the size is `DEFAULT_GRADIENT_NBYTES` and the step time None.
 
     Args:
         facts: Measurements of the job.
@@ -49,7 +55,7 @@ def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> J
 
 
 def _in_words(run: ScriptRun, runs: Sequence[ScriptRun]) -> str:
-    """Return a note on a failed run of the script: the rank, the error, and each rank's line if it hung."""
+    """Returns a note on a failed run of the script: the rank, the error, and each rank's line if it hung."""
     whose = f" on rank {runs.index(run)}" if run.status and len(runs) > 1 else ""
     places: dict[str, list[int]] = {}
     for rank, each in enumerate(runs):

@@ -19,7 +19,7 @@ WIDE_NUMEL = 1 << 20
 
 
 def core_work(seconds: float) -> float:
-    """Return repetitions of the computation per second in one thread.
+    """Measures the speed of a core: returns repetitions of a small computation per second in one thread.
 
     Args:
         seconds: Length of the measurement.
@@ -33,6 +33,7 @@ def core_work(seconds: float) -> float:
 
 
 def _per_second(values: torch.Tensor, seconds: float) -> float:
+    """Computes the sine of `values` repeatedly for some seconds; returns the repetitions per second."""
     result = torch.empty_like(values)
     count = 0
     began = time.perf_counter()
@@ -43,7 +44,7 @@ def _per_second(values: torch.Tensor, seconds: float) -> float:
 
 
 def threads_seconds(fair: int, seconds: float) -> tuple[float, float]:
-    """Return the median seconds of an operation with torch's number of threads, and with `fair` threads.
+    """Returns the median seconds of an operation with torch's number of threads, and with `fair` threads.
 
     The two alternate, so that other load slows both.
 
@@ -65,7 +66,7 @@ def threads_seconds(fair: int, seconds: float) -> tuple[float, float]:
 
 
 def busy_gpu_states() -> tuple[GpuState, ...]:
-    """Return the states of the node's GPUs while this process keeps its own GPU busy."""
+    """Returns the states of the node's GPUs, read while this process keeps its current GPU busy."""
     if torch.cuda.is_available():
         square = torch.ones(4096, 4096, device="cuda")
         for _ in range(50):
