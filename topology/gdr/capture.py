@@ -50,9 +50,13 @@ class Capture:
 
 
 def write_capture(path: Path, host: Host) -> int:
-    """Writes everything the checks have read so far; returns the number of files.
+    """Writes everything the checks have read so far into an archive; returns the number of files in it.
 
     Addresses in GID tables lose their host part, variables that name hosts their value, home folders their owner.
+
+    Args:
+        path: The tar.gz to write.
+        host: The machine, after the checks ran: what they did not read is not captured.
 
     Raises:
         OSError: The archive cannot be written.
@@ -80,7 +84,7 @@ def write_capture(path: Path, host: Host) -> int:
 
 
 def _redact(path: str, text: str) -> str:
-    """A GID without its host part: the scope is all that a check asks for."""
+    """Removes from a line the host part of a GID (checks ask for its scope alone), host hashes and user names."""
     if "/gids/" not in path:
         return re.sub(r' host_hash="[^"]*"', "", re.sub(r"/home/[^/\s]+", "/home/USER", text))
     words = text.split(":")
@@ -93,11 +97,11 @@ def _hide(name: str, value: str) -> str:
 
 @contextmanager
 def opened_capture(path: Path, say: Say = lambda _: None) -> Iterator[Capture]:
-    """Unpacks an archive into a temporary folder that is gone afterwards.
+    """Unpacks an archive into a temporary folder for the length of a `with` block, and yields the capture.
 
     Args:
-        path: The archive.
-        say: Is told how many files were unpacked.
+        path: A tar.gz that `write_capture` wrote.
+        say: Function that is called now and then with the number of unpacked files.
 
     Raises:
         CaptureError: It is no capture, or holds paths out of its root, links, devices, too much, or too much for
@@ -113,7 +117,7 @@ def opened_capture(path: Path, say: Say = lambda _: None) -> Iterator[Capture]:
 
 
 class _Effort:
-    """Counts what is unpacked, and ends it where that is more than any machine has."""
+    """Counts files and seconds while unpacking, and raises `CaptureError` beyond what any machine needs."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -121,7 +125,7 @@ class _Effort:
         self._deadline = time.monotonic() + _MAX_SECONDS
 
     def one_more(self) -> None:
-        """Counts a file, a link or a folder."""
+        """Counts a file, a link or a folder; raises `CaptureError` beyond a limit."""
         self._count += 1
         if self._count > _MAX_MEMBERS:
             raise CaptureError(f"holds more than {_MAX_MEMBERS} files, links and folders")
@@ -132,7 +136,7 @@ class _Effort:
 
 
 class _Limited(io.RawIOBase):
-    """A decompressed stream that gives out after a limit: a gigabyte of zeros packs into a megabyte."""
+    """Wraps a decompressed stream, and raises `CaptureError` after a limit: zeros pack a thousand to one."""
 
     def __init__(self, stream: io.BufferedIOBase, nbytes: int) -> None:
         self._stream = stream
@@ -171,7 +175,7 @@ def _unpack(file: IO[bytes], root: Path, effort: _Effort) -> bytes:
 
 
 def _checked(member: tarfile.TarInfo) -> str:
-    """The member's name, if it is a plain file that stays inside."""
+    """Returns the member's name if it is a small regular file that stays inside; raises `CaptureError` otherwise."""
     if not member.isreg() or member.issparse():
         kind = "link" if member.issym() or member.islnk() else "device" if member.isdev() else "special file"
         raise CaptureError(f"holds a {kind}, `{member.name[:100]}`; a capture has regular files alone")
@@ -181,7 +185,7 @@ def _checked(member: tarfile.TarInfo) -> str:
 
 
 def _inside(name: str) -> str:
-    """A relative path that cannot leave its root."""
+    """Normalizes a relative path; raises `CaptureError` if it could leave its root."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or len(name) > 1024 or "\\" in name:
         raise CaptureError(f"path `{name[:100]}` leads out of the archive")
@@ -197,7 +201,13 @@ def _write(place: Path, data: bytes) -> None:
 
 
 def _restore(root: Path, raw: bytes, effort: _Effort) -> Capture:
-    """Makes links and empty files from the index."""
+    """Makes the links and folders that the index names, and returns the capture.
+
+    Args:
+        root: Folder with the unpacked files.
+        raw: The index as JSON.
+        effort: Counter of what is made.
+    """
     try:
         index = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -225,7 +235,7 @@ def _restore(root: Path, raw: bytes, effort: _Effort) -> Capture:
 
 
 def _link(root: Path, name: str, target: str) -> None:
-    """A relative link, made only where nothing is yet and never through another link."""
+    """Makes a relative link, unless its path exists already; never through a link that leads out of `root`."""
     place = root / name
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,13 @@ from gradwire.topology.printable import shortened
 
 
 def differences(results: Sequence[Mapping[str, object]]) -> list[str]:
-    """Names, for every check and version on which hosts differ, the minority and what it has.
+    """Compares the results of several hosts; returns a line for every check, verdict and version on which they differ.
+
+    A line names the minority and its values; if there is no majority, each value and its hosts. If only some of the
+    hosts have nothing to check, the lines name these hosts instead.
 
     Args:
-        results: The `--json` of each host; what has no such shape counts as a host without results.
+        results: The `--json` output of each host; anything of another shape counts as a host without results.
     """
     names = _names(results)
     found = [
@@ -41,13 +44,13 @@ def differences(results: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _names(results: Sequence[Mapping[str, object]]) -> list[str]:
-    """The name each result was given, or its number; repeated names get the number too."""
+    """Returns a name for each result: its `name`, else `host` and its index; repeated names get the index too."""
     names = [shortened(str(result.get("name") or f"host {index}"), 80) for index, result in enumerate(results)]
     return [name if names.count(name) == 1 else f"{name}#{index}" for index, name in enumerate(names)]
 
 
 def _table(result: Mapping[str, object]) -> dict[str, str]:
-    """What has to agree: outcome of every check, verdicts, versions."""
+    """Returns what has to agree between hosts, title -> value: outcomes of the checks, verdicts and versions."""
     table: dict[str, str] = {}
     checks = result.get("checks")
     for check in checks if isinstance(checks, list) else ():

@@ -120,7 +120,17 @@ def _facts() -> dict[str, object]:
 
 @dataclass
 class ExampleMachine:
-    """A healthy machine below a folder; take parts away to see what the checker says."""
+    """Builds a healthy machine below a folder; take parts away to see what the checks find.
+
+    Attributes:
+        root: Folder that the files are written to.
+        functions: PCI functions by bus id.
+        facts: What libraries would say, as `facts_from_json` reads it.
+        environment: NCCL's variables; None if unknown.
+        log: Lines of NCCL's log; None if there is none. A new instance starts with a healthy log.
+        peers: Results of the other hosts.
+        bandwidths: Measured Gbit/s, as in `Host`.
+    """
 
     root: Path
     functions: dict[str, PciFunction] = field(default_factory=lambda: {f.bus_id: f for f in _functions()})
@@ -154,7 +164,7 @@ class ExampleMachine:
         place.symlink_to(Path(*[".."] * path.count("/")) / target)
 
     def remove(self, *paths: str) -> None:
-        """Takes files or folders away."""
+        """Removes files or folders below the root; a path that does not exist is ignored."""
         for path in paths:
             place = self.root / path
             if place.is_dir() and not place.is_symlink():
@@ -163,7 +173,7 @@ class ExampleMachine:
                 place.unlink(missing_ok=True)
 
     def write_tree(self) -> None:
-        """Lays the PCI functions out as sysfs does, instead of what was there."""
+        """Writes the PCI functions as sysfs shows them, in place of those written before."""
         self.remove("sys/bus/pci", "sys/devices/pci0000:00", "sys/devices/pci0000:80")
         contents, links = tree_files(PciTree(self.functions))
         for path, content in contents.items():

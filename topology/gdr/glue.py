@@ -38,11 +38,14 @@ and frequently asked questions; pci.ids."""
 
 
 def gpu_has_gdr(host: Host, gpu: str) -> tuple[bool | None, str]:
-    """Whether a GPU's memory can be registered with a NIC at all, and what says so; None is unknown.
+    """Returns whether a GPU's memory can be registered with a NIC at all, and the evidence in words.
 
     Args:
-        host: The machine.
-        gpu: Its bus id.
+        host: The machine as it was read.
+        gpu: Bus id of one of its GPUs.
+
+    Returns:
+        (True or False, evidence), or (None, why the GPU was not asked) if it is unknown.
     """
     facts, function = host.gpu_facts(gpu), host.tree.functions[gpu]
     name = facts.name or DATA_CENTRE.get(function.device or 0) or UNIFIED.get(function.device or 0, "")
@@ -57,31 +60,37 @@ def gpu_has_gdr(host: Host, gpu: str) -> tuple[bool | None, str]:
 
 
 def no_gpu_has_gdr(host: Host) -> bool:
-    """Whether every GPU says that it has none: then nothing is to be loaded, and nothing to be mended."""
+    """Returns whether all GPUs are known to lack GPUDirect RDMA, so that there is nothing to load or repair.
+
+    False if the host has no GPU, or if it is unknown for one of them.
+    """
     return bool(host.gpus) and all(gpu_has_gdr(host, gpu.bus_id)[0] is False for gpu in host.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class DmabufCondition:
-    """One condition of dma-buf; `good` None is unknown."""
+    """Describes one condition of dma-buf and whether the host meets it."""
 
     name: str
+    """Short name for messages, such as `kernel` or `CUDA`."""
     good: bool | None
+    """True if it holds, False if not, None if unknown."""
     text: str
+    """What was found, or what is needed."""
 
 
 def peermem_path(host: Host) -> str | None:
-    """The path by which NCCL sees that peer memory is loaded; None when there is none."""
+    """Returns the first of `PEERMEM_PATHS` that exists, by which NCCL detects peer memory; None if there is none."""
     return next((path for path in PEERMEM_PATHS if host.files.state(path) == "present"), None)
 
 
 def peermem_known(host: Host) -> bool:
-    """Return whether a missing path means that the module is not loaded: some of /sys/module must be visible."""
+    """Returns whether /sys/module is visible, so that a missing module path means that the module is not loaded."""
     return host.files.state("sys/module") == "present"
 
 
 def driver_flavour(host: Host) -> str | None:
-    """`open` or `proprietary`; None when the driver does not say."""
+    """Returns the kind of NVIDIA's kernel module, `open` or `proprietary`; None if its version file cannot be read."""
     lines = host.files.find("proc/driver/nvidia/version", r"NVRM version:.*")
     if not lines:
         return None
@@ -89,14 +98,14 @@ def driver_flavour(host: Host) -> str | None:
 
 
 def kernel_version(host: Host) -> tuple[int, int] | None:
-    """(5, 15) of the running kernel."""
+    """Returns the running kernel's version as (major, minor), for example (5, 15); None if unknown."""
     text = host.facts.kernel or host.files.text("proc/sys/kernel/osrelease") or ""
     match = re.match(r"(\d{1,3})\.(\d{1,3})", text)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def dmabuf_chain(host: Host) -> tuple[DmabufCondition, ...]:
-    """Everything that has to hold for dma-buf, in the order in which it is worth repairing.
+    """Checks every condition of dma-buf, and returns them in the order in which they are worth repairing.
 
     Source: NVIDIA GPU Operator documentation, GPUDirect RDMA, prerequisites; Linux 5.12 (RDMA dma-buf), rdma-core 34.
     """
@@ -126,14 +135,17 @@ def _all(supported: list[bool | None]) -> bool | None:
 
 
 def _kernel_option(host: Host) -> DmabufCondition:
-    """CONFIG_PCI_P2PDMA, from the kernel's configuration where a distribution ships it."""
+    """Checks CONFIG_PCI_P2PDMA in the kernel's configuration file; unknown if the distribution ships none."""
     release = host.facts.kernel or host.files.text("proc/sys/kernel/osrelease")
     found = host.files.find(f"boot/config-{release}", r"^CONFIG_PCI_P2PDMA=y$") if release else None
     return DmabufCondition("P2PDMA", None if found is None else bool(found), "CONFIG_PCI_P2PDMA=y in the kernel")
 
 
 def chain_state(chain: tuple[DmabufCondition, ...]) -> bool | None:
-    """False when a link is broken, True when all hold; a missing kernel configuration file alone does not matter."""
+    """Returns whether dma-buf can work: True if all conditions hold, False if one does not, None if one is unknown.
+
+    An unknown kernel option (no configuration file) does not make the answer unknown.
+    """
     if any(link.good is False for link in chain):
         return False
     return True if all(link.good for link in chain if link.name != "P2PDMA") else None

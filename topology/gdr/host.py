@@ -23,30 +23,30 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class RdmaNic:
-    """One NIC that could do RDMA: a PCI function and the RDMA devices on it."""
+    """Describes a NIC that could do RDMA: a PCI function and the RDMA devices on it."""
 
     function: PciFunction
     devices: tuple[RdmaDevice, ...]
 
     @property
     def bus_id(self) -> str:
-        """Where it sits."""
+        """Returns the bus id of the PCI function."""
         return self.function.bus_id
 
     @property
     def name(self) -> str:
-        """`mlx5_0`, or the bus id when there is no RDMA device."""
+        """Returns the name of the first RDMA device (`mlx5_0`), or the bus id if there is none."""
         return self.devices[0].name if self.devices else self.bus_id
 
     @property
     def ports(self) -> tuple[RdmaPort, ...]:
-        """The card's own ports; those of scalable functions where it shows no others."""
+        """Returns the NIC's own ports; those of its scalable functions if it shows no others."""
         own = [device for device in self.devices if not device.scalable] or self.devices
         return tuple(port for device in own for port in device.ports)
 
     @property
     def down(self) -> bool:
-        """Whether NCCL passes the card over: it has ports, and none is ACTIVE.
+        """Returns whether NCCL ignores the NIC because it has ports and all are known not to be ACTIVE.
 
         Source: NCCL v2.30 src/transport/net_ib/init.cc (a port that is not ACTIVE is no device).
         """
@@ -54,14 +54,20 @@ class RdmaNic:
 
     @property
     def gigabits(self) -> float | None:
-        """Sum of the rates of the ports that are not down; None where one is unknown, or none is up."""
+        """Returns the sum of the rates of the ports that are not down, in Gbit/s.
+
+        None if one of these rates is unknown, or if all ports are down.
+        """
         rates = [port.gigabits for port in self.ports if port.state != "DOWN"]
         return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
 
 
 @dataclass
 class Host:
-    """One machine as it was read: live, from a folder, from an archive, or from lspci's text alone."""
+    """Holds everything the checks may look at on one machine, derived lazily from what was read.
+
+    The source is the live machine, a folder, a capture, or lspci's text alone.
+    """
 
     files: Files
     tree: PciTree
@@ -80,29 +86,29 @@ class Host:
 
     @cached_property
     def process(self) -> ProcessContext:
-        """What this process runs as and in, which decides what it can see."""
+        """Returns the privileges and the container of this process, which decide what it can see."""
         return read_process_context(self.files, "KUBERNETES_SERVICE_HOST" in (self.environment or {}))
 
     @cached_property
     def gpus(self) -> tuple[PciFunction, ...]:
-        """NVIDIA GPUs on the bus; in a container those it was given, though sysfs shows them all."""
+        """Returns the NVIDIA GPUs on the bus; in a container only those that the driver shows, not all of sysfs."""
         gpus = tuple(function for function in self.tree.of_class(0x03) if function.vendor == NVIDIA)
         given = {gpu.bus_id for gpu in self.facts.gpus or ()}
         return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or self.process.container == "")
 
     @cached_property
     def gpu_names(self) -> dict[str, str]:
-        """Bus id -> `GPU0`: the position in bus order, by which `gradwire topo` and the driver count them too."""
+        """Returns bus id -> `GPU0`: the position in bus order, by which `gradwire topo` and the driver count too."""
         return {bus_id: f"GPU{position}" for position, bus_id in enumerate(sorted(gpu.bus_id for gpu in self.gpus))}
 
     @cached_property
     def rdma_devices(self) -> tuple[RdmaDevice, ...] | None:
-        """All RDMA devices; None when sysfs cannot be seen."""
+        """Returns all RDMA devices; None if sysfs cannot be read."""
         return read_rdma_devices(self.files, self.tree)
 
     @cached_property
     def capable(self) -> tuple[RdmaNic, ...]:
-        """Every PCI function that could do RDMA; functions handed to virtual machines are left out."""
+        """Returns every PCI function that could do RDMA, without those handed to virtual machines."""
         found: dict[str, list[RdmaDevice]] = {}
         for device in self.rdma_devices or ():
             if device.bus_id in self.tree.functions and not device.software:
@@ -117,7 +123,7 @@ class Host:
 
     @cached_property
     def nics(self) -> tuple[RdmaNic, ...]:
-        """The NICs that pairs are built with: those with an RDMA device, all capable ones when none has."""
+        """Returns the NICs of the GPU-NIC pairs: those with an RDMA device, or all capable ones if none has."""
         return tuple(nic for nic in self.capable if nic.devices) or self.capable
 
     def gpu_facts(self, bus_id: str) -> GpuFacts:
@@ -130,7 +136,10 @@ class Host:
         return {(gpu.bus_id, nic): path for gpu in self.gpus for nic, path in self._distances_of(gpu.bus_id).items()}
 
     def _distances_of(self, gpu: str) -> dict[str, str | None]:
-        """Path type from one GPU to every NIC; over a chip-to-chip link only to the GPU's local cards, as in NCCL."""
+        """Returns NIC -> path type from one GPU, None where unknown.
+
+        As in NCCL, a chip-to-chip link (P2C) counts only towards the GPU's local NICs.
+        """
         paths = {
             nic.bus_id: file_path_type(self.file_positions, gpu, nic.bus_id) or path_type(self.tree, gpu, nic.bus_id)
             for nic in self.nics
@@ -145,19 +154,19 @@ class Host:
 
     @cached_property
     def file_positions(self) -> dict[str, FilePosition]:
-        """Where devices hang according to the topology file that NCCL reads; empty without one."""
+        """Returns the devices' positions in the topology file that NCCL reads; empty if there is none."""
         named = self.setting("NCCL_TOPO_FILE")
         return read_positions(self.files.find((named or STANDARD_PATH).lstrip("/"), TAGS) or ())
 
     @cached_property
     def best_pairs(self) -> tuple[Pair, ...]:
-        """The pairs of every GPU with its nearest NICs of those that are not down, if there is one."""
+        """Returns each GPU's pairs with its nearest NICs that are up; if all NICs are down, with the nearest of all."""
         down = {nic.bus_id for nic in self.nics if nic.down}
         up = {nic.bus_id for nic in self.nics} - down or down
         return tuple(pair for gpu in self.gpus for pair in self._nearest(gpu.bus_id, up))
 
     def _nearest(self, gpu: str, nics: AbstractSet[str]) -> list[Pair]:
-        """The pairs of a GPU with the nearest of some NICs."""
+        """Returns the pairs of a GPU with the nearest of the given NICs (bus ids); an unknown path is the farthest."""
         ranks = {
             pair: LEVELS.index(path) if path else len(LEVELS)
             for pair, path in self.distances.items()
@@ -167,12 +176,16 @@ class Host:
 
     @property
     def to_bring_up(self) -> str:
-        """What helps before any card is moved; empty where no GPU's nearer card is down."""
+        """Returns the beginning of a fix that asks to bring up a nearer NIC first; empty if no nearer NIC is down."""
         closer = any(self.nearer_and_down(gpu.bus_id) for gpu in self.gpus)
         return "bring up the port of the nearer card (R4); else " if closer else ""
 
     def nearer_and_down(self, gpu: str) -> tuple[RdmaNic, ...]:
-        """The NICs that are nearer to a GPU than its nearest that is not down."""
+        """Returns the NICs nearest to a GPU if they are down and nearer than every NIC that is up; else empty.
+
+        Args:
+            gpu: Bus id of the GPU.
+        """
         nearest = {pair for pair in self.best_pairs if pair[0] == gpu}
         without = {nic for _, nic in self._nearest(gpu, {nic.bus_id for nic in self.nics})}
         closer = without if not {(gpu, nic) for nic in without} & nearest else set()
@@ -180,7 +193,10 @@ class Host:
 
     @cached_property
     def settings(self) -> dict[str, EffectiveSetting] | None:
-        """NCCL's settings: the environment, then the configuration files; None if the environment is unknown."""
+        """Returns NCCL's settings in force: the environment's, then those of the configuration files.
+
+        None if the environment is unknown.
+        """
         if self.environment is None:
             return None
         files: dict[str, Mapping[str, str]] = {}
@@ -192,18 +208,18 @@ class Host:
         return merge(self.environment, files if named else own | files)
 
     def setting(self, name: str) -> str | None:
-        """Value of one variable, None when unset or unknown."""
+        """Returns the value of one variable in force, from wherever it was set; None if unset or unknown."""
         found = (self.settings or {}).get(name)
         return None if found is None else found.value
 
     @cached_property
     def nccl_version(self) -> Version | None:
-        """NCCL's version: what a log says beats what is installed."""
+        """Returns NCCL's version, the log's before that of the installed library; None if unknown."""
         return (self.log and self.log.version) or parse_version(self.facts.nccl_version)
 
     @property
     def gdr_level(self) -> str:
-        """The level in force: the variable's, else NCCL's default.
+        """Returns the farthest path type on which NCCL uses GPUDirect RDMA: the variable's level, else the default.
 
         Source: NCCL user guide, NCCL_NET_GDR_C2C, which 2.26 brought, overrides the level for cards at P2C.
         """

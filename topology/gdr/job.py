@@ -22,26 +22,27 @@ class Gather(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobRank:
-    """One rank of the job, and how it exchanges objects with the others."""
+    """Describes one rank of the job, and how it exchanges objects with the others."""
 
     rank: int
     host: tuple[str, ...]
-    """The same for all ranks of one host, its name first."""
+    """Identity of the host, equal on all of its ranks; the host's name comes first."""
     gather: Gather
+    """Collective call: every rank has to make it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofPlace:
-    """Where a rank would all-reduce for `--prove`."""
+    """Describes the host on which a rank would all-reduce for `--prove`, as all ranks exchange it."""
 
     host: tuple[str, ...]
     nothing: str
-    """What the host has in place of GPUs and NICs to try it with; empty if it can."""
+    """Reason why the host has no GPUs and NICs to try it with; empty if it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What one rank reports to the others."""
+    """Holds what one rank sends to the others: the JSON report of its host, and its NCCL log."""
 
     host: tuple[str, ...]
     result: Mapping[str, object]
@@ -49,14 +50,15 @@ class RankResult:
 
 
 def prove_together(host: Host, job: JobRank, command: Sequence[str]) -> None:
-    """All-reduces among all ranks and gives the host what this rank saw of it, in place.
+    """All-reduces among all ranks, and stores this rank's log and rates in `host`.
 
-    Where one host has nothing to try it with, none does: the others would only wait for it.
+    If one host has no GPU and NIC to try it with, no rank all-reduces: the others would only wait for it. All ranks
+    have to call this.
 
     Args:
-        host: The machine.
-        job: This rank and the others.
-        command: The all-reduce, see `prove_with_nccl`.
+        host: This rank's machine; `log`, `proof_error` and `bandwidths` are changed in place.
+        job: This rank, and its exchange with the others.
+        command: Command line of the all-reduce, see `prove_with_nccl`.
     """
     places = job.gather(ProofPlace(job.host, nothing_to_check(host)))
     if any(place.nothing for place in places):
@@ -69,7 +71,15 @@ def prove_together(host: Host, job: JobRank, command: Sequence[str]) -> None:
 
 
 def exchange_results(host: Host, job: JobRank) -> None:
-    """Gives the host, in place, the channels of every rank's log and, unless none has any, the results of all hosts."""
+    """Runs the checks and exchanges results, so that `host` knows every rank's channels and all hosts' results.
+
+    All ranks have to call this.
+
+    Args:
+        host: This rank's machine. `log` is replaced by the merged logs of all ranks; `peers` is set to the results of
+            all hosts, unless none has anything to check.
+        job: This rank, and its exchange with the others.
+    """
     report = run_checks(host)
     gathered = job.gather(RankResult(job.host, report_json(host, report, exit_code(host, report)), host.log))
     host.log = merged_logs([one.log for one in gathered if one.log is not None])

@@ -9,7 +9,7 @@ from gradwire.topology.gdr.host import Host, Pair
 
 
 class CheckOutcome(StrEnum):
-    """What one check found; UNKNOWN is an outcome of its own and never becomes PASS."""
+    """Lists the outcomes of a check; UNKNOWN is an outcome of its own and never becomes PASS."""
 
     PASS = "pass"
     INFO = "info"
@@ -20,7 +20,7 @@ class CheckOutcome(StrEnum):
 
 
 class Verdict(StrEnum):
-    """The three questions about every pair: possible, configured, in use."""
+    """Lists the three questions about every GPU-NIC pair: possible, configured, in use."""
 
     POSSIBLE = "possible"
     """Does the hardware path allow it?"""
@@ -42,13 +42,13 @@ BADNESS = (
 
 
 def worst(outcomes: list[CheckOutcome]) -> CheckOutcome:
-    """The worst of some outcomes; SKIPPED for none."""
+    """Returns the worst outcome in the order of `BADNESS`; SKIPPED for an empty list."""
     return max(outcomes, key=BADNESS.index, default=CheckOutcome.SKIPPED)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found on this host, and for single pairs where they differ."""
+    """Holds the result of a check for this host, and for single GPU-NIC pairs where they differ."""
 
     outcome: CheckOutcome
     text: str
@@ -56,12 +56,12 @@ class Finding:
     fix: str = ""
     """What a person can do; printed, never applied."""
     pairs: Mapping[Pair, "Finding"] = field(default_factory=lambda: MappingProxyType({}))
-    """What was found of each pair, from checks that look at pairs."""
+    """(GPU, NIC) -> the finding for that pair; empty for checks that do not look at pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class GdrCheck:
-    """One row of the checklist."""
+    """Describes one check of the checklist: its function, and what depends on it."""
 
     name: str
     """`G1`: stage letter and number."""
@@ -72,10 +72,10 @@ class GdrCheck:
     needs: tuple[str, ...] = ()
     """Checks whose failure makes this one meaningless."""
     of_settings: bool = False
-    """It judges variables, and knows nothing where the environment is not known."""
+    """True if it judges variables: its outcome is UNKNOWN if the environment is not known."""
 
     def find(self, host: Host) -> Finding:
-        """What the check finds on a host."""
+        """Runs the check on a host and returns its finding."""
         if self.of_settings and host.settings is None:
             return unknown("the environment is not known", "give --env FILE: the output of env, or /proc/PID/environ")
         return self.function(host)
@@ -83,34 +83,34 @@ class GdrCheck:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """A check and what came of it."""
+    """Pairs a check with its finding."""
 
     check: GdrCheck
     finding: Finding
 
 
 def passed(text: str) -> Finding:
-    """A finding that is as it should be."""
+    """Returns a PASS finding: all is as it should be."""
     return Finding(CheckOutcome.PASS, text)
 
 
 def informed(text: str) -> Finding:
-    """A finding that is neither good nor bad."""
+    """Returns an INFO finding: neither good nor bad."""
     return Finding(CheckOutcome.INFO, text)
 
 
 def warned(text: str, fix: str = "") -> Finding:
-    """A finding that costs speed or may surprise."""
+    """Returns a WARN finding: something that costs speed or may surprise."""
     return Finding(CheckOutcome.WARN, text, fix)
 
 
 def failed(text: str, fix: str = "") -> Finding:
-    """A finding that keeps GPUDirect RDMA from working."""
+    """Returns a FAIL finding: something that keeps GPUDirect RDMA from working."""
     return Finding(CheckOutcome.FAIL, text, fix)
 
 
 def unknown(text: str, fix: str = "") -> Finding:
-    """Something that cannot be known from here, with what would make it known."""
+    """Returns an UNKNOWN finding; `fix` says what would make it known."""
     return Finding(CheckOutcome.UNKNOWN, text, fix)
 
 
@@ -118,9 +118,12 @@ def judge_pairs(host: Host, judge: Callable[[str, str], Finding], fix: str = "")
     """Judges every GPU-NIC pair; the host's outcome is the worst among each GPU's nearest NICs.
 
     Args:
-        host: The machine.
-        judge: (GPU, NIC) -> what is found of them.
-        fix: Printed unless all is well.
+        host: The machine as it was read.
+        judge: Function of two bus ids (GPU, NIC) that returns the finding for that pair.
+        fix: Advice that the finding carries unless its outcome is PASS or INFO.
+
+    Returns:
+        One finding with those of all pairs in it; UNKNOWN if the host has no pair.
     """
     pairs = {pair: judge(*pair) for pair in host.distances}
     if not pairs:

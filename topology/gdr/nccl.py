@@ -22,7 +22,7 @@ _NUMBERS = (  # first release, names by number. Source: src/include/graph.h at t
 
 
 def parse_version(text: str | None) -> Version | None:
-    """(2, 27, 3) of `2.27.3+cuda12.9`, of `22703` or of nothing."""
+    """Parses a version of NCCL: (2, 27, 3) from `2.27.3+cuda12.9` or from the code `22703`; None for other texts."""
     match = re.match(r"(\d{1,3})\.(\d{1,3})(?:\.(\d{1,3}))?", text or "")
     if match:
         return tuple(int(part) for part in match.groups() if part is not None)
@@ -32,15 +32,19 @@ def parse_version(text: str | None) -> Version | None:
 
 
 def named_distance(number: int, level: int, version: Version | None, level_name: str | None) -> tuple[str, str]:
-    """Names of a distance and of the level it exceeds, which old logs print as numbers; the numbers where unclear.
+    """Translates a distance and the level it exceeds, which logs print as numbers, into names of path types.
 
-    Without a version the level tells which release's numbers these are: it has another number in each of them.
+    The numbers differ between releases of NCCL. Without a version the level tells which release's numbers these are,
+    because it has another number in each of them.
 
     Args:
-        number: The distance, `7` of `distance 7 > 4`.
-        level: The level, `4` of it.
-        version: NCCL's version, where the log says.
-        level_name: The level that a variable set; None is NCCL's default.
+        number: Number of the distance, `7` in `distance 7 > 4`.
+        level: Number of the level, `4` in that example.
+        version: NCCL's version; None if the log does not name it.
+        level_name: Level that a variable set; None if NCCL's default was in force.
+
+    Returns:
+        (name of the distance, name of the level); the numbers as text where the release remains unclear.
     """
     tables = [names for first, names in _NUMBERS if version is None or version >= first]
     if version is None:
@@ -51,7 +55,7 @@ def named_distance(number: int, level: int, version: Version | None, level_name:
 
 
 def parse_level(text: str) -> str | None:
-    """The level a value of NCCL_NET_GDR_LEVEL stands for; None when NCCL would not understand it."""
+    """Returns the level that a value of NCCL_NET_GDR_LEVEL stands for; None if NCCL would not understand it."""
     word = text.strip().upper()
     if word in LEVELS:
         return word
@@ -59,7 +63,7 @@ def parse_level(text: str) -> str | None:
 
 
 def default_level(version: Version | None) -> str:
-    """The farthest path that uses GPUDirect RDMA without being asked to.
+    """Returns the farthest path type on which a release of NCCL uses GPUDirect RDMA by default.
 
     P2C exists only on machines with a chip-to-chip link between CPU and GPU, so for all others this is PXB.
 
@@ -69,13 +73,16 @@ def default_level(version: Version | None) -> str:
 
 
 def within(path: str, level: str) -> bool:
-    """Whether a path is at most as far as a level."""
+    """Returns whether a path type is at most as far as a level; both are names in `LEVELS`."""
     return LEVELS.index(path) <= LEVELS.index(level)
 
 
 def name_matches(value: str, name: str) -> bool:
-    """Whether NCCL_IB_HCA lets NCCL use a device, or NCCL_SOCKET_IFNAME an interface.
+    """Returns whether a value of NCCL_IB_HCA admits a device, or one of NCCL_SOCKET_IFNAME an interface.
 
+    Args:
+        value: Value of the variable: names or prefixes, after `^` those to leave out, after `=` whole names.
+        name: Name of the device or interface.
     Source: NCCL user guide, NCCL_IB_HCA and NCCL_SOCKET_IFNAME; src/misc/utils.cc (parseStringList, matchIfList).
     """
     exclude, rest = value.startswith("^"), value.lstrip("^")
@@ -86,10 +93,10 @@ def name_matches(value: str, name: str) -> bool:
 
 
 def without_level(standard: str) -> str:
-    """What to type where NCCL_NET_GDR_LEVEL keeps cards from reading GPUs that they would read by default.
+    """Returns the fix for an NCCL_NET_GDR_LEVEL that turns off GPUDirect RDMA where it is on by default.
 
     Args:
-        standard: The level without it.
+        standard: Level that would be in force without the variable.
 
     Source: NCCL user guide, NCCL_NET_GDR_LEVEL; Troubleshooting, PCI Access Control Services.
     """

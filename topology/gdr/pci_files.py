@@ -10,7 +10,14 @@ _LOOP = 0x40
 
 
 def tree_files(tree: PciTree) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Returns (path -> content, path -> where it links to) below a root; reading them gives the tree again."""
+    """Returns the files and links of sysfs that describe a PCI tree; reading them gives the same tree.
+
+    Args:
+        tree: PCI functions to write.
+
+    Returns:
+        (path -> content, path -> target of the link), all relative to the root folder.
+    """
     contents: dict[str, bytes] = {}
     links: dict[str, str] = {}
     for function in tree.functions.values():
@@ -73,7 +80,7 @@ def _speed(gigatransfers: float | None) -> str | None:
 
 
 def config_bytes(config: ConfigSpace) -> bytes:
-    """A configuration space that decodes to the same facts and says nothing else (no serial number)."""
+    """Encodes a configuration space that decodes to the same facts and has nothing else in it (no serial number)."""
     if config.header_only:
         return bytes(64)
     space = bytearray(4096)

@@ -12,22 +12,27 @@ _HYPERVISORS = ("qemu", "kvm", "vmware", "xen", "microsoft corporation", "amazon
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """Privileges and container of a process, which decide what facts it can read. None: unknown."""
+    """Describes the privileges and the container of a process, which decide what it can read. None is unknown."""
 
     container: str | None
     """`docker`, `kubernetes`, `podman`, ...; empty on the host."""
     virtual: bool | None
+    """True in a virtual machine."""
     root: bool | None
-    """Effective user id 0."""
+    """True if the effective user id is 0."""
     capabilities: int | None
-    """Effective capabilities, a bit each."""
+    """Bit mask of the effective capabilities."""
 
     def can(self, capability: int) -> bool | None:
-        """Whether one capability is held."""
+        """Returns whether the process has a capability; None if that is unknown.
+
+        Args:
+            capability: Bit number, such as `CAP_SYS_ADMIN`.
+        """
         return None if self.capabilities is None else bool(self.capabilities >> capability & 1)
 
     def __str__(self) -> str:
-        """One line: `root in a kubernetes container in a virtual machine`."""
+        """Returns one line: `root, kubernetes container, virtual machine`."""
         user = {True: "root", False: "not root", None: "user unknown"}[self.root]
         container = {None: "container unknown", "": "no container"}.get(self.container, f"{self.container} container")
         machine = {True: "virtual machine", False: "bare metal", None: "machine unknown"}[self.virtual]
@@ -35,11 +40,11 @@ class ProcessContext:
 
 
 def read_process_context(files: Files, kubernetes: bool) -> ProcessContext:
-    """Reads /proc and DMI.
+    """Finds out, from /proc and DMI, as which user and inside which container and machine this process runs.
 
     Args:
-        files: Where to read.
-        kubernetes: KUBERNETES_SERVICE_HOST is set.
+        files: Root folder to read below.
+        kubernetes: True if KUBERNETES_SERVICE_HOST is set.
     """
     status = files.find("proc/self/status", r"^(Uid|CapEff):.*$")
     words = {line.split(":")[0]: line.split(":")[1].split() for line in status or ()}

@@ -19,24 +19,27 @@ _RUNS: tuple[tuple[str, dict[str, str]], ...] = (("default", {}), ("LOC", {"NCCL
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What one rank saw of the all-reduces."""
+    """Holds what one rank learned from the two all-reduces."""
 
     log: NcclLog | None = None
-    """NCCL's log of the first run; None when it left none."""
+    """NCCL's log of the first run; None if it left none."""
     gigabits_per_second: Mapping[str, float] = field(default_factory=dict)
     """Bus bandwidth as configured (`default`) and with GPUDirect RDMA off (`LOC`)."""
     error: str = ""
-    """Why something is missing."""
+    """Reason why a run has no rate; empty if both succeeded."""
 
 
 def prove_with_nccl(command: Sequence[str], *, one_host: bool, rank: int) -> Proof:
-    """All-reduces twice among the ranks of torchrun: as configured, and with GPUDirect RDMA off.
+    """Runs an all-reduce among the ranks of torchrun twice: as configured, and with GPUDirect RDMA off.
+
+    If the first run fails, there is no second one, because the other ranks have stopped as well.
 
     Args:
-        command: The all-reduce: a program that takes `--label NAME` and prints {"gigabits_per_second": ...} or
-            {"error": ...} as its last line.
-        one_host: All ranks share a host; they are kept from NVLink and shared memory then, so that they use the NICs.
-        rank: Named in messages.
+        command: Command line of the all-reduce: a program that takes `--label NAME` and prints
+            {"gigabits_per_second": ...} or {"error": ...} as its last line.
+        one_host: True if all ranks share a host: NVLink and shared memory are then turned off, so that the ranks use
+            the NICs.
+        rank: This process's rank, for messages.
     """
     fixed = _LOGGING | (_NICS_ONLY if one_host else {})
     rates: dict[str, float] = {}
@@ -58,7 +61,7 @@ def prove_with_nccl(command: Sequence[str], *, one_host: bool, rank: int) -> Pro
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[float | None, str]:
-    """The rate of one all-reduce, or why there is none."""
+    """Runs one all-reduce; returns (Gbit/s, "") or (None, why it has no rate)."""
     ended = run_child(command, _SECONDS, environment)
     lines = ended.output.decode("utf-8", "replace").strip().splitlines()
     try:

@@ -30,7 +30,7 @@ _MAX_GIDS = 256
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """One entry of a RoCE port's GID table."""
+    """Describes one entry of a RoCE port's GID table."""
 
     index: int
     gid: str
@@ -40,7 +40,7 @@ class Gid:
 
     @property
     def scope(self) -> str:
-        """`ipv4`, `ipv6`, `link-local` or `empty`."""
+        """Returns the kind of address: `ipv4`, `ipv6`, `link-local` or `empty`."""
         words = self.gid.lower().split(":")
         if not self.gid.strip("0:"):
             return "empty"
@@ -51,7 +51,7 @@ class Gid:
 
 @dataclass(frozen=True, slots=True)
 class RdmaPort:
-    """One port of an RDMA device; None is unknown."""
+    """Describes one port of an RDMA device; None is unknown."""
 
     number: str
     state: str | None
@@ -66,7 +66,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class RdmaDevice:
-    """One entry of /sys/class/infiniband, or of /sys/class/cxi."""
+    """Describes one RDMA device: an entry of /sys/class/infiniband, or of /sys/class/cxi (Slingshot)."""
 
     name: str
     bus_id: str | None
@@ -77,16 +77,16 @@ class RdmaDevice:
     verbs: bool = True
     """False for Slingshot: libfabric's cxi provider, no verbs."""
     scalable: bool = False
-    """It is of a scalable function (mlx5), which shares the ports of the PCI function it is on."""
+    """True if it belongs to a scalable function (mlx5), which shares the ports of the PCI function it is on."""
 
     @property
     def software(self) -> bool:
-        """Soft-RoCE or soft-iWARP: no hardware that could reach a GPU."""
+        """Returns whether it is Soft-RoCE or soft-iWARP, which cannot reach GPU memory."""
         return self.name.startswith(("rxe", "siw"))
 
 
 def rdma_capable(function: PciFunction) -> bool:
-    """Whether a PCI function is a NIC that should appear as an RDMA device."""
+    """Returns whether a PCI function is a NIC that should appear as an RDMA device."""
     if function.base_class != 0x02 or function.vendor is None:
         return False
     return {
@@ -102,7 +102,12 @@ def rdma_capable(function: PciFunction) -> bool:
 
 
 def read_rdma_devices(files: Files, tree: PciTree) -> tuple[RdmaDevice, ...] | None:
-    """Reads all RDMA devices; None when /sys/class itself cannot be seen."""
+    """Reads all RDMA devices; returns None if /sys/class or its folder of devices cannot be read.
+
+    Args:
+        files: Root folder to read below.
+        tree: PCI functions, by which a device without a link to its function is placed.
+    """
     if files.state("sys/class") != "present":
         return None
     verbs = files.names("sys/class/infiniband")
@@ -140,7 +145,7 @@ def _guid(files: Files, top: str) -> str | None:
 
 
 def _read_slingshot_port(files: Files, net: str) -> RdmaPort:
-    """Slingshot has no verbs port: its network interface (hsn0) stands for it."""
+    """Reads a Slingshot port from its network interface (hsn0), as it has no verbs port."""
     state = files.text(f"sys/class/net/{net}/operstate")
     speed = files.text(f"sys/class/net/{net}/speed") or ""
     megabits = int(speed) if re.fullmatch(r"[0-9]{1,8}", speed) else None
@@ -177,14 +182,17 @@ def _after_colon(text: str | None) -> str | None:
 
 
 def gigabits(text: str | None) -> float | None:
-    """Gb/s of `400 Gb/sec (4X NDR)`."""
+    """Parses the rate of a port: 400.0 of `400 Gb/sec (4X NDR)`, in Gbit/s; None for any other text."""
     match = re.match(r"([0-9]{1,5}(?:\.[0-9]{1,3})?) ?Gb/sec", text or "")
     return float(match[1]) if match else None
 
 
 def pcie_gigabits(gigatransfers: float, width: int) -> float:
-    """Raw bandwidth of a PCIe link, one direction, in Gb/s: 252 for 16 GT/s x16.
+    """Returns the raw bandwidth of a PCIe link in one direction, in Gbit/s: 252 for 16 GT/s x16.
 
+    Args:
+        gigatransfers: Rate of one lane in GT/s.
+        width: Number of lanes.
     Source: PCI Express Base 5.0 section 4.2: 8b/10b up to 5 GT/s, 128b/130b from 8 GT/s on.
     """
     return gigatransfers * width * (0.8 if gigatransfers <= 5 else 128 / 130)

@@ -27,7 +27,7 @@ _LENGTH = 600
 
 
 def _plain(text: str) -> str:
-    """Text as it is, without markup, control characters (a capture may come from anybody) and endless tails."""
+    """Escapes markup and control characters in a text (a capture may come from anybody), and cuts it to 600."""
     return escape("".join(c if c.isprintable() else "?" for c in text[:_LENGTH]))
 
 
@@ -39,10 +39,10 @@ def print_report(host: Host, report: GdrReport, console: Console, all_pairs: boo
     """Prints checks, pairs and verdicts.
 
     Args:
-        host: The machine.
-        report: What was found.
-        console: Where to print.
-        all_pairs: Show every pair, not only each GPU's nearest NICs.
+        host: The machine as it was read.
+        report: Results of the checks on this host.
+        console: Console to print to.
+        all_pairs: True prints every pair, not only each GPU's nearest NICs.
     """
     if report.nothing:
         but = " here but what was given" if report.results else ""
@@ -66,12 +66,12 @@ def print_report(host: Host, report: GdrReport, console: Console, all_pairs: boo
 
 
 def _basis(result: CheckResult) -> str:
-    """When a check's fix holds, and where that is written."""
+    """Returns the condition under which a check's fix helps, and its source in brackets."""
     return f"{HOLDS[result.check.name]} [{source_of(result.check)}]"
 
 
 def _table(title: str, *headings: str) -> Table:
-    """A table for 80 columns: no lines between columns, long texts on several lines of their cell."""
+    """Returns an empty table for 80 columns: no lines between columns, long texts folded inside their cell."""
     columns = [Column(str(heading), overflow="fold") for heading in headings]
     return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
@@ -113,12 +113,12 @@ def _pair_table(host: Host, report: GdrReport, pairs: list[Pair]) -> Table:
 
 
 def report_json(host: Host, report: GdrReport, status: int) -> dict[str, object]:
-    """The report as plain data.
+    """Returns the report as plain data for JSON.
 
     Args:
-        host: The machine.
-        report: What was found.
-        status: The exit code.
+        host: The machine as it was read.
+        report: Results of the checks on this host.
+        status: Exit code of the command, from `exit_code`.
     """
     good, unsure, count = usable_gpus(host, report)
     version = host.nccl_version
@@ -170,7 +170,7 @@ def _pair_json(host: Host, report: GdrReport, pair: Pair) -> dict[str, object]:
 
 
 def channel_counts(log: NcclLog) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Rank -> (channels with GDRDMA, all network channels), sending and receiving."""
+    """Counts network channels: rank -> ((GDRDMA, all) while sending, (GDRDMA, all) while receiving)."""
     ranks = sorted({rank for counter in (log.gdr_channels, log.staged_channels) for rank, _ in counter})
     return {
         rank: tuple(
@@ -185,7 +185,7 @@ def channel_counts(log: NcclLog) -> dict[int, tuple[tuple[int, int], ...]]:
 
 
 def channel_rows(log: NcclLog) -> list[tuple[str, ...]]:
-    """(ranks, sending, receiving), ranks with the same counts in one row: (`0-2, 5`, `8 of 8`, `0 of 8`)."""
+    """Returns table rows (ranks, sending, receiving), equal ranks in one: (`0-2, 5`, `8 of 8`, `0 of 8`)."""
     alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank, counts in channel_counts(log).items():
         alike.setdefault(counts, []).append(rank)
@@ -196,7 +196,7 @@ def channel_rows(log: NcclLog) -> list[tuple[str, ...]]:
 
 
 def channel_json(log: NcclLog) -> list[dict[str, int]]:
-    """A row for each rank: `rank`, `send_gdr`, `send`, `receive_gdr`, `receive`."""
+    """Returns a row for each rank: `rank`, `send_gdr`, `send`, `receive_gdr`, `receive`."""
     return [
         {"rank": rank, "send_gdr": send[0], "send": send[1], "receive_gdr": receive[0], "receive": receive[1]}
         for rank, (send, receive) in channel_counts(log).items()

@@ -13,24 +13,24 @@ EXIT_PASS, EXIT_WARN, EXIT_FAIL, EXIT_UNKNOWN = range(4)
 
 @dataclass(frozen=True, slots=True)
 class GdrReport:
-    """What a run found."""
+    """Holds the results of a run: of each check, each pair and the host."""
 
     results: tuple[CheckResult, ...]
     pairs: dict[Pair, dict[Verdict, Finding]]
-    """Each verdict's outcome, and the check that decided it."""
+    """(GPU, NIC) -> each verdict's outcome, with the name of the check that decided it in the text."""
     verdicts: dict[Verdict, Finding]
     """The host's verdicts: the worst among each GPU's nearest NICs."""
     nothing: str = ""
-    """Why there was nothing to check."""
+    """Reason why there was nothing to check; empty if there was something."""
 
     @property
     def cause(self) -> CheckResult | None:
-        """The first blocking failure in the checklist's order."""
+        """Returns the first failed check in the checklist's order; None if none failed."""
         return next((result for result in self.results if result.finding.outcome is CheckOutcome.FAIL), None)
 
 
 def nothing_to_check(host: Host) -> str:
-    """Says why there is no pair to look at; empty when there may be one."""
+    """Returns why the host has no GPU-NIC pair to check; empty if it may have one."""
     if not host.tree.functions:
         absent = host.files.state("sys/class") == "present" and host.files.state("sys/bus/pci") == "absent"
         return "this machine has no PCI bus" if absent else ""
@@ -43,8 +43,8 @@ def run_checks(host: Host, checks: Sequence[GdrCheck] = CHECKS) -> GdrReport:
     """Runs the checks in order.
 
     Args:
-        host: The machine.
-        checks: The checklist; without hardware only the checks whose evidence was given are run.
+        host: The machine as it was read.
+        checks: Checks in their order; without GPUs and NICs only those run whose evidence (a log, a rate) is at hand.
     """
     nothing, given = nothing_to_check(host), _given(host)
     if nothing:
@@ -65,7 +65,7 @@ def run_checks(host: Host, checks: Sequence[GdrCheck] = CHECKS) -> GdrReport:
 
 
 def _given(host: Host) -> set[str]:
-    """Checks that need no hardware, only the evidence they were given."""
+    """Returns the names of the checks that need no hardware because their evidence (a log, a rate) is at hand."""
     return {
         name
         for name, given in (
@@ -97,7 +97,13 @@ def _run(check: GdrCheck, host: Host) -> Finding:
 
 
 def _judgement(results: Sequence[CheckResult], verdict: Verdict, pair: Pair | None) -> Finding:
-    """The worst outcome of a verdict's checks for one pair, and the first check that has it."""
+    """Returns the worst outcome of a verdict's checks for one pair, with the text of the first check that has it.
+
+    Args:
+        results: Results of all checks.
+        verdict: The question to judge. For `IN_USE`, unknown outcomes count only if there is no other.
+        pair: (GPU, NIC); None judges the host as a whole.
+    """
     rows = []
     for result in results:
         if result.check.verdict is verdict:
@@ -124,7 +130,7 @@ def _host_judgement(
 
 
 def usable_gpus(host: Host, report: GdrReport) -> tuple[int, int, int]:
-    """(GPUs with a pair that will use GDR, GPUs for which that is not known, GPUs)."""
+    """Counts GPUs: (with a pair that will use GPUDirect RDMA, without one but with an unknown pair, all)."""
     good, unsure = set(), set()
     for (gpu, _), judgements in report.pairs.items():
         outcomes = {judgements[Verdict.POSSIBLE].outcome, judgements[Verdict.CONFIGURED].outcome}
@@ -138,12 +144,12 @@ def usable_gpus(host: Host, report: GdrReport) -> tuple[int, int, int]:
 
 
 def exit_code(host: Host, report: GdrReport, asked_for_proof: bool = False) -> int:
-    """0 pass, 1 warn, 2 fail, 3 unknown: not knowing ranks above a warning, for it may hide a failure.
+    """Returns the exit code: 0 pass, 1 warn, 2 fail, 3 unknown, which ranks above a warning as it may hide a failure.
 
     Args:
-        host: The machine.
-        report: What the run found.
-        asked_for_proof: --prove was given, so without a proof the result is not known.
+        host: The machine as it was read.
+        report: Results of the checks on this host.
+        asked_for_proof: True if `--prove` was set: without a proof the result is then unknown.
     """
     outcomes = [result.finding.outcome for result in report.results]
     if CheckOutcome.FAIL in outcomes:

@@ -28,12 +28,24 @@ _MAX_PAIRS = 1 << 16
 
 
 class SourceError(ValueError):
-    """An input that cannot be used, with the option it came from."""
+    """Reports an input that cannot be used; the message names its option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInputs:
-    """What the command line names."""
+    """Holds the inputs of `gradwire gdr-check`, one field for each option of the command line.
+
+    Attributes:
+        root: Folder with a captured tree; None if not set, as for all paths here.
+        archive: File that `--capture` wrote.
+        lspci: Output of `lspci -vvv`.
+        env: Output of `env`, or a /proc/PID/environ.
+        nccl_log: NCCL's log with NCCL_DEBUG=INFO.
+        nvlink: Output of `nvidia-smi nvlink --status`.
+        perftest: Outputs of ib_write_bw: from host memory, then from GPU memory.
+        prove: True also registers GPU memory with the NICs.
+        example: True reads a made-up healthy machine.
+    """
 
     root: Path | None = None
     archive: Path | None = None
@@ -47,17 +59,17 @@ class HostInputs:
 
     @property
     def live(self) -> bool:
-        """This machine itself is looked at."""
+        """Returns whether the inputs describe this machine itself, and no file or example."""
         return self.root is None and self.archive is None and self.lspci is None and not self.example
 
 
 @contextmanager
 def opened_host(inputs: HostInputs, say: Say = lambda _: None) -> Iterator[Host]:
-    """Reads the host that the inputs describe; temporary folders are gone afterwards.
+    """Reads the host that the inputs describe, for the length of a `with` block; its temporary folders end with it.
 
     Args:
-        inputs: What the command line names.
-        say: Is told what is being read, now and then.
+        inputs: Options of the command line.
+        say: Function that is called now and then with a line about the progress.
 
     Raises:
         SourceError: An input is missing, unreadable or not what its option wants.
@@ -135,7 +147,11 @@ def _is_folder(path: Path) -> bool:
 
 
 def read_text(path: Path, option: str) -> str:
-    """A text file of at most 16 MiB.
+    """Reads a text file of at most 16 MiB; bytes that are not UTF-8 become replacement characters.
+
+    Args:
+        path: A regular file.
+        option: Option that named the file, for messages.
 
     Raises:
         SourceError: It cannot be read, or is larger.

@@ -10,10 +10,10 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ChildExit:
-    """How a child process ended, and what it wrote."""
+    """Describes how a child process ended, and what it wrote."""
 
     code: int | None
-    """Its exit code, negative for a signal; None when it was killed or never ran."""
+    """Exit code, negative for a signal; None if it was killed after its time, or never ran."""
     output: bytes = b""
     errors: bytes = b""
     problem: str = ""
@@ -21,7 +21,7 @@ class ChildExit:
 
     @property
     def explanation(self) -> str:
-        """How it ended, with the last line that it wrote to stderr."""
+        """Returns how the child ended, with the last line that it wrote to stderr."""
         lines = self.errors.decode("utf-8", "replace").strip().splitlines()
         return f"{self.problem or 'no usable answer'}{f': {lines[-1][:300]}' if lines else ''}"
 
@@ -31,8 +31,8 @@ def run_child(command: Sequence[str], seconds: float, environment: Mapping[str, 
 
     Args:
         command: Program and arguments.
-        seconds: How long to wait.
-        environment: All of the child's variables; those of this process where None.
+        seconds: Time limit in seconds.
+        environment: All variables of the child; None passes those of this process.
     """
     pipe = subprocess.PIPE
     try:

@@ -26,13 +26,13 @@ _WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def collect(root: Path, hardware: bool, switches: bool, prove: bool) -> HostFacts:
-    """Asks the libraries and the system.
+    """Asks driver libraries, commands and the kernel for the facts that no file holds.
 
     Args:
-        root: `/`.
-        hardware: There are GPUs and NICs; without them no library is asked, which keeps it fast.
-        switches: There are NVSwitches, so the fabric manager matters.
-        prove: Also register GPU memory.
+        root: Root folder, `/` on a live host.
+        hardware: True if there are GPUs and NICs; otherwise no library is asked, which keeps it fast.
+        switches: True if there are NVSwitches, so that the fabric manager matters.
+        prove: True also registers GPU memory with the NICs.
     """
     facts: dict[str, object] = {"kernel": platform.release(), "shm_nbytes": _shm_nbytes(root / "dev/shm")}
     if hardware:
@@ -49,10 +49,10 @@ def collect(root: Path, hardware: bool, switches: bool, prove: bool) -> HostFact
 
 
 def ask_libraries(prove: bool) -> RawFacts:
-    """The facts of all libraries.
+    """Asks all libraries at once, each in a child process of its own, and returns their facts in one dictionary.
 
     Args:
-        prove: Also register GPU memory.
+        prove: True also registers GPU memory with the NICs.
     """
     names = (*_LIBRARIES, "probe") if prove else _LIBRARIES
     with ThreadPoolExecutor(len(names)) as pool:
@@ -60,7 +60,7 @@ def ask_libraries(prove: bool) -> RawFacts:
 
 
 def _ask_library(name: str) -> RawFacts:
-    """The facts that one child prints, or how it ended.
+    """Asks one library in a child process; returns its facts, or NAME_error with how the child ended.
 
     -P keeps the current folder off the child's module path: a prolog runs as root wherever it was started.
     """
@@ -73,7 +73,11 @@ def _ask_library(name: str) -> RawFacts:
 
 
 def merged(parts: Iterable[RawFacts]) -> RawFacts:
-    """All facts; what several libraries say about one GPU is joined by its bus id."""
+    """Merges the facts of several libraries; what they say about one GPU is joined by its bus id.
+
+    Args:
+        parts: Facts of each library; of a name that several have, the last counts.
+    """
     everything: RawFacts = {}
     gpus: dict[str, RawFacts] = {}
     for part in parts:
@@ -85,7 +89,7 @@ def merged(parts: Iterable[RawFacts]) -> RawFacts:
 
 
 def _first_line(command: Sequence[str]) -> str | None:
-    """First line a command prints; None when it is not installed, hangs or prints nothing."""
+    """Runs a command and returns the first line it prints; None if it is not installed, hangs or prints nothing."""
     if shutil.which(command[0]) is None:
         return None
     lines = run_child(command, _COMMAND_SECONDS).output.decode("utf-8", "replace").splitlines()
@@ -101,7 +105,7 @@ def _shm_nbytes(path: Path) -> int | None:
 
 
 def _wheel_version() -> str | None:
-    """Version of the NCCL wheel that torch brings along; importing torch would take seconds."""
+    """Returns the version of the NCCL wheel that torch depends on, or None; importing torch would take seconds."""
     for name in _WHEELS:
         try:
             return metadata.version(name)
@@ -111,7 +115,7 @@ def _wheel_version() -> str | None:
 
 
 def _try_device_files(root: Path) -> dict[str, int]:
-    """Opens every uverbs file for reading and writing, as a program would; 0 or the errno."""
+    """Opens every uverbs file for reading and writing, as a program would; returns path -> 0 or the errno."""
     outcomes: dict[str, int] = {}
     folder = root / "dev/infiniband"
     try:
@@ -128,7 +132,7 @@ def _try_device_files(root: Path) -> dict[str, int]:
 
 
 def _kernel_log(path: Path) -> list[str] | None:
-    """Lines of the kernel log about peer memory and the IOMMU; None without the right to read it."""
+    """Reads the last 200 lines of the kernel log about peer memory and the IOMMU; None if it may not be read."""
     lines: list[str] = []
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -14,17 +14,19 @@ _ASSIGNMENT = re.compile(r"^([A-Z][A-Z0-9_]{1,80})=(.*)$")
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSetting:
-    """One variable and where it was set."""
+    """Holds a variable's value and where it was set (`environment`, or the path of a file)."""
 
     value: str
     source: str
 
 
 def read_environment(mapping: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the variables with one of `PREFIXES`, and whether Kubernetes is around.
+    """Returns the variables with one of `PREFIXES`, their values cut to 1024 characters.
+
+    KUBERNETES_SERVICE_HOST, if set, is included with the value `set`.
 
     Args:
-        mapping: Stands in for the environment of this process.
+        mapping: Variables to filter; None takes this process's environment.
     """
     everything = os.environ if mapping is None else mapping
     kept = {name: value[:_VALUE_LENGTH] for name, value in sorted(everything.items()) if name.startswith(PREFIXES)}
@@ -34,7 +36,7 @@ def read_environment(mapping: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 def parse_environment(text: str) -> dict[str, str]:
-    """Reads the output of `env` or a /proc/PID/environ (NUL between the entries), filtered as above."""
+    """Parses the output of `env` or a /proc/PID/environ (NUL between entries), filtered as by `read_environment`."""
     entries = text.split("\0") if "\0" in text else text.splitlines()
     matches = [_ASSIGNMENT.match(entry) for entry in entries]
     return read_environment({match[1]: match[2] for match in matches if match})
@@ -50,7 +52,7 @@ def parse_nccl_conf(text: str) -> dict[str, str]:
 
 
 def merge(environment: Mapping[str, str], files: Mapping[str, Mapping[str, str]]) -> dict[str, EffectiveSetting]:
-    """Lays the files below the environment: NCCL never overwrites what is set already, so the first one wins.
+    """Merges the environment with configuration files: NCCL never overwrites a variable, so the first value wins.
 
     Args:
         environment: Variables of the process.
@@ -64,5 +66,5 @@ def merge(environment: Mapping[str, str], files: Mapping[str, Mapping[str, str]]
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment for a child process, with some variables set."""
+    """Returns this process's environment with the variables of `extra` added or replaced, for a child process."""
     return {**os.environ, **extra}

@@ -10,7 +10,7 @@ RawFacts = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """One GPU as NVML and libcuda describe it; None is unknown."""
+    """Describes one GPU as NVML and libcuda report it; None is unknown."""
 
     bus_id: str = ""
     name: str | None = None
@@ -21,10 +21,10 @@ class GpuFacts:
     bar1_nbytes: int | None = None
     memory_nbytes: int | None = None
     nvlinks: int | None = None
-    """Links the GPU has."""
+    """Number of NVLinks that the GPU has."""
     nvlinks_active: int | None = None
     c2c: bool | None = None
-    """A chip-to-chip link to the CPU (Grace)."""
+    """True if the GPU has a chip-to-chip link to the CPU (Grace)."""
     fabric_state: int | None = None
     """nvmlGpuFabricState_t: 0 not supported, 1 not started, 2 in progress, 3 completed."""
     fabric_status: int | None = None
@@ -35,7 +35,15 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """One attempt to register GPU memory with one RDMA device; error 0 is success, None is not tried."""
+    """Describes one attempt to register GPU memory with one RDMA device.
+
+    Attributes:
+        gpu: Bus id of the GPU.
+        device: Name of the RDMA device.
+        peermem_errno: Errno of registering through peer memory; 0 is success, None is not tried.
+        dmabuf_errno: Errno of registering through dma-buf; 0 is success, None is not tried.
+        note: Reason why something was not tried.
+    """
 
     gpu: str = ""
     device: str = ""
@@ -46,7 +54,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Everything that libraries were asked for; None is "not asked, or not known"."""
+    """Holds everything that driver libraries, commands and the kernel log said; None is "not asked, or not known"."""
 
     kernel: str | None = None
     """Release, `5.15.0-105-generic`."""
@@ -59,11 +67,11 @@ class HostFacts:
     verbs_error: str | None = None
     """Why libibverbs could not be asked."""
     verbs_devices: tuple[str, ...] | None = None
-    """What ibv_get_device_list returned."""
+    """Names of the devices that ibv_get_device_list returned."""
     verbs_dmabuf: bool | None = None
-    """libibverbs has ibv_reg_dmabuf_mr."""
+    """True if libibverbs has ibv_reg_dmabuf_mr."""
     verbs_relaxed_ordering: bool | None = None
-    """libibverbs has ibv_reg_mr_iova2."""
+    """True if libibverbs has ibv_reg_mr_iova2."""
     active_mtu: Mapping[str, int] | None = None
     """Device/port -> bytes."""
     device_files: Mapping[str, int] | None = None
@@ -76,9 +84,9 @@ class HostFacts:
     fabric_manager_version: str | None = None
     nccl_version: str | None = None
     nccl_error: str | None = None
-    """How asking libnccl ended, where it ended badly."""
+    """How the child that asked libnccl ended, if it crashed or hung; None otherwise."""
     nccl_plugin: bool | None = None
-    """libnccl-net.so can be found by the loader."""
+    """True if the loader finds libnccl-net.so."""
     ofed_version: str | None = None
     user_conf: str | None = None
     """The NCCL_ lines of ~/.nccl.conf."""
@@ -86,12 +94,16 @@ class HostFacts:
     probe_error: str | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Plain data, without what is unknown."""
+        """Returns the known facts as plain data for JSON."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def facts_from_json(data: object) -> HostFacts:
-    """Reads facts that somebody else may have written: fields of the wrong kind count as unknown."""
+    """Builds facts from JSON data of any origin: fields of the wrong type count as unknown, others are ignored.
+
+    Args:
+        data: What `HostFacts.to_json` or a library's child process wrote; anything but a mapping gives empty facts.
+    """
     if not isinstance(data, Mapping):
         return HostFacts()
     return HostFacts(**_known(HostFacts, data))  # type: ignore[arg-type]  # _known keeps only values of each field's own type
@@ -104,7 +116,7 @@ def _known(kind: type, data: Mapping[object, object]) -> dict[str, object]:
 
 
 def _coerce(hint: str, value: object) -> object:
-    """The value if it has the field's type, else None."""
+    """Returns the value if it has the field's type, else None; long texts and lists are cut to 4096."""
     if "tuple[" in hint:
         return tuple(filter(None, (_item(hint, item) for item in value[:4096]))) if isinstance(value, list) else None
     if "Mapping[str, int]" in hint:
@@ -117,7 +129,7 @@ def _coerce(hint: str, value: object) -> object:
 
 
 def _item(hint: str, item: object) -> object:
-    """One entry of a list."""
+    """Converts one entry of a list to the list's type; None if it has another one."""
     for kind in (GpuFacts, Registration):
         if kind.__name__ in hint:
             return kind(**_known(kind, item)) if isinstance(item, dict) else None  # type: ignore[arg-type]  # as above

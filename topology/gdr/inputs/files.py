@@ -17,14 +17,14 @@ _MAX_MATCHES = 100_000
 
 
 class Files:
-    """Read access below a root folder. Nothing raises; what was asked for is remembered, and nothing else.
+    """Reads files below a root folder without ever raising, and remembers exactly what was read.
 
     Paths are relative to the root, without a leading slash. A path that leaves the root (through a symbolic link)
     counts as unreadable.
     """
 
     def __init__(self, root: Path, denied: frozenset[str] = frozenset()) -> None:
-        """Opens a view.
+        """Starts with nothing read.
 
         Args:
             root: `/` or the top of a captured tree.
@@ -56,7 +56,7 @@ class Files:
         return place
 
     def state(self, path: str) -> State:
-        """Whether a path is there, as far as this user can tell."""
+        """Returns whether a path is present, absent or unreadable for this user."""
         if self._resolve(path) is not None:
             self.present.add(path)
             return "present"
@@ -77,7 +77,7 @@ class Files:
         return None
 
     def text(self, path: str) -> str | None:
-        """A small attribute without surrounding blanks; None when absent or unreadable."""
+        """Returns the first 4096 bytes of a file without surrounding blanks; None if it is absent or unreadable."""
         content = self._read(path, _PAGE_NBYTES)
         if content is None:
             return None
@@ -86,11 +86,15 @@ class Files:
         return content
 
     def find(self, path: str, pattern: str) -> list[str] | None:
-        """What matches a pattern in a file of at most 1 MiB, nothing else is remembered; None when unreadable.
+        """Returns all matches of a pattern in the first MiB of a file; only these are remembered for a capture.
 
         Args:
-            path: The file.
-            pattern: Regular expression, `^` and `$` match at lines; it must match its own matches.
+            path: Path relative to the root.
+            pattern: Regular expression; `^` and `$` match at lines. It must match its own matches again, as a capture
+                holds nothing else.
+
+        Returns:
+            The matches, or None if the file is absent or unreadable.
         """
         content = self._read(path, _SEARCH_NBYTES)
         if content is None:
@@ -100,7 +104,7 @@ class Files:
         return matches
 
     def names(self, path: str) -> tuple[str, ...] | None:
-        """Sorted names in a folder; None when it is absent or cannot be listed."""
+        """Returns the sorted names in a folder; None if it is absent or cannot be listed."""
         place = self._resolve(path)
         if place is None:
             return None
@@ -113,7 +117,7 @@ class Files:
         return names
 
     def target(self, path: str) -> str | None:
-        """Where a path leads once all links are followed, relative to the root; None when it leads nowhere."""
+        """Follows all links of a path; returns its end relative to the root, or None if it leads nowhere or outside."""
         place = self._resolve(path)
         if place is None:
             return None
@@ -123,7 +127,7 @@ class Files:
 
 
 def _read_up_to(handle: int, nbytes: int) -> bytes:
-    """Reads until the end or `nbytes`; files of /proc come in pieces."""
+    """Reads `nbytes` bytes, or fewer at the end of the file; files of /proc come in pieces."""
     pieces: list[bytes] = []
     while nbytes > 0 and (piece := os.read(handle, nbytes)):
         pieces.append(piece)

@@ -13,7 +13,7 @@ from gradwire.topology.readers.nvml import gdr_facts
 
 
 def nccl_facts() -> RawFacts:
-    """Version of libnccl.so.2 where the loader finds it, and whether a network plugin is there. Source: nccl.h."""
+    """Asks the loader for libnccl.so.2 (`nccl_version`) and libnccl-net.so (`nccl_plugin`). Source: nccl.h."""
     facts: RawFacts = {}
     version = ctypes.c_int()
     try:
@@ -40,7 +40,11 @@ LIBRARIES: dict[str, Callable[[], RawFacts]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Prints the facts of one library as a JSON object."""
+    """Prints the facts of one library as a JSON object; returns 0.
+
+    Args:
+        argv: One word, a key of `LIBRARIES`.
+    """
     print(json.dumps(LIBRARIES[argv[0]]()))
     return 0
 

@@ -36,11 +36,11 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
 
 
 class CudaError(Exception):
-    """A call that failed, or that this driver does not have."""
+    """Reports a call of the CUDA driver that failed, or that this driver does not have."""
 
 
 class Cuda:
-    """A driver that has been started."""
+    """Calls the CUDA driver through ctypes; an instance has started it."""
 
     def __init__(self) -> None:
         """Loads and starts the driver.
@@ -56,7 +56,11 @@ class Cuda:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Calls a function.
+        """Calls a function of the driver.
+
+        Args:
+            name: Function as libcuda exports it.
+            arguments: Arguments as in cuda.h.
 
         Raises:
             CudaError: It failed, or this driver lacks it.
@@ -74,29 +78,38 @@ class Cuda:
         return f"{name.value.decode()} ({status})" if known and name.value else f"error {status}"
 
     def number(self, name: str, *arguments: object) -> int:
-        """The integer that a function writes to its first argument.
+        """Calls a function and returns the integer that it writes to its first argument.
+
+        Args:
+            name: Function as libcuda exports it.
+            arguments: Arguments after the first.
 
         Raises:
-            CudaError: As `call`.
+            CudaError: It failed, or this driver lacks it.
         """
         value = ctypes.c_int()
         self.call(name, ctypes.byref(value), *arguments)
         return value.value
 
     def devices(self) -> list[int]:
-        """Handles of all GPUs."""
+        """Returns the handles of all GPUs."""
         count = min(self.number("cuDeviceGetCount"), _MAX_DEVICES)
         return [self.number("cuDeviceGet", index) for index in range(count)]
 
     def bus_id(self, device: int) -> str:
-        """Where a GPU sits."""
+        """Returns the bus id of a GPU, as sysfs writes it."""
         buffer = ctypes.create_string_buffer(32)
         self.call("cuDeviceGetPCIBusId", buffer, len(buffer), device)
         text = buffer.value.decode("ascii", "replace")
         return normal_bus_id(text) or text
 
     def supports(self, attribute: int, device: int) -> bool | None:
-        """A yes-or-no attribute of a GPU; None when this driver does not know it."""
+        """Returns a yes-or-no attribute of a GPU; None if this driver does not know it.
+
+        Args:
+            attribute: Number of a CU_DEVICE_ATTRIBUTE.
+            device: Handle of the GPU.
+        """
         try:
             return bool(self.number("cuDeviceGetAttribute", attribute, device))
         except CudaError:
@@ -104,10 +117,14 @@ class Cuda:
 
     @contextmanager
     def memory(self, device: int, nbytes: int) -> Iterator[int]:
-        """The address of fresh GPU memory, which is freed afterwards.
+        """Allocates GPU memory and yields its address; the memory is freed afterwards.
+
+        Args:
+            device: Handle of the GPU.
+            nbytes: Size in bytes.
 
         Raises:
-            CudaError: There is none, for example because a job has it all.
+            CudaError: It cannot be allocated, for example because a job uses it all.
         """
         context, address = ctypes.c_void_p(), _ADDRESS()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -122,7 +139,11 @@ class Cuda:
             self.call("cuDevicePrimaryCtxRelease_v2", device)
 
     def dmabuf(self, address: int, nbytes: int) -> int:
-        """A new file descriptor of GPU memory, whole pages of it; the caller closes it.
+        """Exports GPU memory as dma-buf and returns a new file descriptor, which the caller closes.
+
+        Args:
+            address: Start of the memory, at a page's boundary.
+            nbytes: Size in bytes, whole pages.
 
         Raises:
             CudaError: The GPU or its driver exports none.
@@ -131,7 +152,7 @@ class Cuda:
 
 
 def cuda_facts() -> RawFacts:
-    """CUDA version and attributes 116 and 124 of every GPU; `cuda_error` when there is no usable driver."""
+    """Asks libcuda for its version and attributes 116 and 124 of every GPU; `cuda_error` without a usable driver."""
     try:
         cuda = Cuda()
         gpus = [

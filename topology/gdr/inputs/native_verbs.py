@@ -34,16 +34,21 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {  # result, argu
 
 
 class VerbsError(Exception):
-    """A call that returned nothing; says which, and what errno says about it."""
+    """Reports a call of libibverbs that returned nothing; the message has its name and what errno means."""
 
     def __init__(self, name: str, code: int) -> None:
-        """Names the call and its errno, 0 when it set none."""
+        """Builds the message.
+
+        Args:
+            name: Function that failed.
+            code: Errno that it set; 0 if it set none.
+        """
         super().__init__(f"{name}: {os.strerror(code) if code else 'failed without an errno'}")
         self.code = code
 
 
 class Verbs:
-    """The library."""
+    """Calls libibverbs through ctypes."""
 
     def __init__(self) -> None:
         """Loads the library.
@@ -59,14 +64,18 @@ class Verbs:
                 function.restype, function.argtypes = result, arguments
 
     def has(self, name: str) -> bool:
-        """Whether this libibverbs exports a function."""
+        """Returns whether this libibverbs exports a function."""
         return hasattr(self._library, name)
 
     def made(self, name: str, *arguments: object) -> int:
-        """The pointer that a function returns.
+        """Calls a function and returns the pointer that it returns.
+
+        Args:
+            name: Function of libibverbs.
+            arguments: Arguments as in the header.
 
         Raises:
-            VerbsError: It returned none.
+            VerbsError: It returned a null pointer.
         """
         ctypes.set_errno(0)
         pointer = getattr(self._library, name)(*arguments)
@@ -76,7 +85,7 @@ class Verbs:
 
     @contextmanager
     def devices(self) -> Iterator[dict[str, int]]:
-        """Name -> ibv_device pointer; the list is freed afterwards."""
+        """Yields name -> ibv_device pointer for all devices, and frees the list afterwards; empty without RDMA."""
         count = ctypes.c_int()
         try:
             address = self.made("ibv_get_device_list", ctypes.byref(count))
@@ -91,7 +100,7 @@ class Verbs:
 
     @contextmanager
     def opened(self, device: int) -> Iterator[int]:
-        """The ibv_context of a device.
+        """Opens a device and yields its ibv_context, which is closed afterwards.
 
         Raises:
             VerbsError: It cannot be opened.
@@ -104,10 +113,10 @@ class Verbs:
 
     @contextmanager
     def domain(self, context: int) -> Iterator[int]:
-        """A protection domain, an ibv_pd.
+        """Allocates a protection domain and yields it (an ibv_pd); it is deallocated afterwards.
 
         Raises:
-            VerbsError: There is none.
+            VerbsError: It cannot be allocated.
         """
         domain = self.made("ibv_alloc_pd", context)
         try:
@@ -116,11 +125,11 @@ class Verbs:
             self._library.ibv_dealloc_pd(domain)
 
     def registered(self, name: str, *arguments: object) -> None:
-        """Registers memory and gives it back at once.
+        """Registers memory and deregisters it at once.
 
         Args:
             name: `ibv_reg_mr` or `ibv_reg_dmabuf_mr`.
-            arguments: As in the header.
+            arguments: Arguments as in the header, the protection domain first.
 
         Raises:
             VerbsError: Library or kernel refused.
@@ -128,7 +137,7 @@ class Verbs:
         self._library.ibv_dereg_mr(self.made(name, *arguments))
 
     def active_mtu(self, device: int) -> int | None:
-        """Return the active MTU of port 1 in bytes; None if the device or port cannot be queried."""
+        """Returns the active MTU of port 1 in bytes; None if the device or port cannot be queried."""
         attributes = (ctypes.c_int * _PORT_INTS)()
         try:
             with self.opened(device) as context:
@@ -140,7 +149,7 @@ class Verbs:
 
 
 def verbs_facts() -> RawFacts:
-    """Devices of libibverbs, their MTU, and which calls it has; `verbs_error` when it cannot be loaded."""
+    """Asks libibverbs for its devices, their MTU and the calls it has; `verbs_error` if it cannot be loaded."""
     try:
         verbs = Verbs()
     except (OSError, AttributeError) as error:

@@ -11,7 +11,9 @@ _ACCESS = 1 | 2 | 4  # IBV_ACCESS_LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ
 
 
 def prove() -> RawFacts:
-    """Tries every GPU with every device; a library that is missing is reported as `probe_error`.
+    """Registers GPU memory of every GPU with every RDMA device, and returns the outcomes as facts.
+
+    The facts are `registrations`, or `probe_error` if a library is missing or there is nothing to try.
 
     Source: ibv_reg_mr(3), ibv_reg_dmabuf_mr(3); CUDA driver API, cuMemGetHandleForAddressRange.
     """
@@ -40,7 +42,10 @@ def _prove_gpu(cuda: Cuda, verbs: Verbs, gpu: int, devices: dict[str, int]) -> l
 
 
 def _register(cuda: Cuda, verbs: Verbs, device: int, address: int) -> RawFacts:
-    """Registers one buffer with one device; the errno of peer memory and of dma-buf, 0 for success."""
+    """Registers one buffer with one device; returns the errno of peer memory and of dma-buf, 0 for success.
+
+    An attempt that could not be made has no errno; a `note` says why.
+    """
     try:
         with verbs.opened(device) as context, verbs.domain(context) as domain:
             peermem = _errno(verbs, "ibv_reg_mr", domain, address, _NBYTES, _ACCESS)
@@ -63,7 +68,7 @@ def _register_dmabuf(cuda: Cuda, verbs: Verbs, domain: int, address: int) -> Raw
 
 
 def _errno(verbs: Verbs, name: str, *arguments: object) -> int:
-    """0, or the errno with which memory was refused; -1 where none was set."""
+    """Registers memory; returns 0, or the errno with which it was refused, -1 if none was set."""
     try:
         verbs.registered(name, *arguments)
     except VerbsError as error:

@@ -4,7 +4,7 @@ import re
 
 
 def parse_nvlink_status(text: str) -> dict[int, int]:
-    """Active NVLinks of each GPU, by its index.
+    """Parses `nvidia-smi nvlink --status`: GPU index -> number of active NVLinks; empty if no GPU is in the text.
 
     Source: nvidia-smi(1), nvlink --status: one `Link N: X GB/s` line per active link, `<inactive>` otherwise.
     """
@@ -21,7 +21,9 @@ def parse_nvlink_status(text: str) -> dict[int, int]:
 
 
 def parse_perftest(text: str) -> float | None:
-    """Gb/s of the last row of an ib_write_bw table: bytes, iterations, peak, average, message rate.
+    """Parses an ib_write_bw table; returns the average of its last row in Gbit/s, or None if there is no row.
+
+    A row is: bytes, iterations, peak, average, message rate.
 
     Source: linux-rdma perftest README: MiB/s unless --report_gbits, and the header line says which.
     """

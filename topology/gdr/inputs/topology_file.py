@@ -15,10 +15,10 @@ FilePosition = tuple[str, tuple[str, ...]]
 
 
 def read_positions(tags: Sequence[str]) -> dict[str, FilePosition]:
-    """Finds where each PCI device of a topology hangs.
+    """Finds the position of each PCI device in a topology file: bus id -> its CPU and the switches above.
 
     Args:
-        tags: The matches of `TAGS`, in the file's order.
+        tags: Matches of `TAGS`, in the file's order.
 
     Source: NCCL src/graph/xml.h: `pci` elements nest below `cpu` as the switches do.
     """
@@ -44,7 +44,13 @@ def _attribute(tag: str, name: str) -> str:
 
 
 def file_path_type(positions: Mapping[str, FilePosition], one: str, other: str) -> str | None:
-    """Path type between two devices of the file; None when it lacks one of them."""
+    """Returns the path type between two devices of a topology file; None if the file lacks one of them.
+
+    Args:
+        positions: Result of `read_positions`.
+        one: Bus id.
+        other: Bus id.
+    """
     if one not in positions or other not in positions:
         return None
     (first_numa, first), (second_numa, second) = positions[one], positions[other]
