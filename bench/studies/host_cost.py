@@ -237,9 +237,9 @@ def _communicator(
         groups._device = torch.device("cuda", 0)
         cast(Any, communicator.rank_plans)._device_type = "cuda"
         communicator.rank_plans.chooser.library = "nccl"
-        board = cast(Any, communicator)._board
+        reporter = cast(Any, communicator)._reporter
         executor = communicator.executor = StreamExecutor(
-            groups, 0, communicator.cluster, made, board, _NoStreams(calls), HostClock()
+            groups, 0, communicator.cluster, made, reporter, _NoStreams(calls), HostClock()
         )
     executor.stats.timing = False
     executor.checking = made is not None

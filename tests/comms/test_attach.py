@@ -171,7 +171,7 @@ def test_what_cannot_be_hooked_is_left_alone_with_a_word(processes: Processes) -
     nothing, skips, stands = first["said"]
     assert "no DistributedDataParallel has been made before the first step of SGD" in nothing
     assert "gradwire.fsdp.apply(model" in nothing
-    assert "skips the all-reduce of unused parameters" in skips
+    assert "may skip the last bucket of a step (skip_all_reduce_unused_params)" in skips
     assert "has a process group of its own, Stand" in stands
     assert second["said"] == []
 

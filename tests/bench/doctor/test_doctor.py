@@ -462,7 +462,8 @@ def test_alone_it_looks_at_this_machine(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     status = command.main(["--json", "--gradient-mb", "3"])
     said = json.loads(capsys.readouterr().out)
-    assert status == said["exit_status"] == 1 and said["facts"]["gradient_nbytes"] == 3_000_000
+    assert status == said["exit_status"] == 0, "the variable costs nothing that was measured: a remark"
+    assert said["facts"]["gradient_nbytes"] == 3_000_000
     assert "variable" in [each["key"] for each in said["findings"]]
 
 
@@ -500,7 +501,8 @@ def test_a_healthy_cluster_has_nothing_and_a_broken_one_what_was_broken(tmp_path
         inside(cluster, 0, TINY_SHARED_MEMORY)
         inside(cluster, 1, OTHER_MTU)
         bad = examine(cluster, tmp_path)
-    assert bad["exit_status"] == 1 and isinstance(bad["findings"], list)
+    assert bad["exit_status"] == 0, "neither cost anything that was measured: remarks"
+    assert isinstance(bad["findings"], list)
     named = {each["key"]: each["nodes"] for each in bad["findings"]}
     assert named == {"mtu": ["node1"], "shared_memory": ["node0"]}, bad
     assert {"gloo", "gradwire"} == {each["backend"] for each in bad["facts"]["backends"]}  # type: ignore[index]

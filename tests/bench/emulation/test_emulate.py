@@ -25,14 +25,14 @@ def test_shapes() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--nodes", "0", "--", "true"], "`--nodes` is 0"),
+        (["--nodes", "0", "--", "true"], "`--nodes`: found 0"),
         (["--", "true"], "`--nodes` is missing"),
-        (["--nodes", "2", "--ranks-per-node", "0", "--", "true"], "`--ranks-per-node` is 0"),
+        (["--nodes", "2", "--ranks-per-node", "0", "--", "true"], "`--ranks-per-node`: found 0"),
         (["--nodes", "3", "--uneven", "3,1", "--", "true"], "`--uneven`: found '3,1', which is 2 nodes"),
         (["--uneven", "3,0", "--", "true"], "`--uneven`: found '3,0'"),
         (["--uneven", "3,x", "--", "true"], "`--uneven`: found '3,x'"),
         (["--nodes", "1", "--nic", "fast", "--", "true"], "`--nic`: found 'fast'"),
-        (["--nodes", "1", "--grace", "-1", "--", "true"], "`--grace` is -1"),
+        (["--nodes", "1", "--grace", "-1", "--", "true"], "`--grace`: found -1"),
         (["--nodes", "1", "--json", "/no/such/folder/x.json", "--", "true"], "`--json`: cannot write"),
         (["--nodes", "1"], "`COMMAND`: found nothing after `--`"),
         (["--nodes", "1", "--"], "`COMMAND`: found nothing after `--`"),

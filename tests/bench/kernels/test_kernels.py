@@ -53,8 +53,8 @@ def test_one_kernel_can_be_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--numel", "1000"], "`--numel` is 1000"),
-        (["--repeats", "0"], "`--repeats` is 0"),
+        (["--numel", "1000"], "`--numel`: found 1000"),
+        (["--repeats", "0"], "`--repeats`: found 0"),
         (["--kernel", "zip"], "no kernel `zip`"),
     ],
 )
