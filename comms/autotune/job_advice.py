@@ -126,7 +126,7 @@ def advise_job(
         sizes: Bytes of each bucket of a step.
         observed: Median times of the job's last steps.
         optimizer: Name of the job's optimizer (`sgd`, `adam`, ...; `any` if unknown): some compressors require one.
-        library: Name of the communication library, `gloo`, `nccl` or `mpi`; as for `advise`.
+        library: Communication library that a flat plan runs on: `nccl` on GPUs, `gloo` on CPUs.
         running: Plan and compressor of the observed steps.
         accumulate: Number of observed steps that one step shall replace, as its micro-batches.
 

@@ -17,7 +17,9 @@ from gradwire.comms.bootstrap.compat import GLOO_DTYPES
 from gradwire.comms.errors import ArgumentError
 
 FLOATING = frozenset(dtype for dtype in GLOO_DTYPES if dtype.is_floating_point)
+"""Floating-point dtypes that gloo knows."""
 COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+"""Complex dtypes, of which gloo sums all and averages all but complex32; other reduce ops take none."""
 
 _ARITHMETIC = GLOO_DTYPES
 _BITWISE = GLOO_DTYPES - FLOATING
@@ -33,16 +35,16 @@ DTYPES_OF: dict[dist.ReduceOp.RedOpType, frozenset[torch.dtype]] = {
     dist.ReduceOp.BXOR: _BITWISE,
     dist.ReduceOp.PREMUL_SUM: FLOATING,  # gradwire's own: gloo has none
 }
-"""Reduce op -> the dtypes of CPU tensors that it takes. Source: measured on torch 2.13's gloo; a test compares them."""
+"""Reduce op -> dtypes of the CPU tensors that it takes. Source: measured on torch 2.13's gloo; a test compares them."""
 
 IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce", "broadcast")
-"""Collectives that read the tensors that they write to."""
+"""Methods of `dist.ProcessGroup` whose collectives read the tensors that they write to."""
 
 REDUCING = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter")
-"""Beginnings of the names of collectives that add; all others move any dtype."""
+"""Beginnings of the names of methods that add tensors; all other collectives only move them, whatever their dtype."""
 
 WHOLE_AND_PART = ("_allgather_base", "allgather_into_tensor", "_reduce_scatter_base", "reduce_scatter_tensor")
-"""Beginnings of the names of collectives of a tensor that holds a part for each rank, end to end."""
+"""Beginnings of the names of methods that take one large tensor with a part for each rank, and one such part."""
 
 PUBLIC_NAMES = {
     "allreduce": "all_reduce",
@@ -57,39 +59,50 @@ PUBLIC_NAMES = {
 
 
 def reduces(name: str) -> bool:
-    """Whether a method of torch's process groups is a collective that adds."""
+    """Returns whether a method of `dist.ProcessGroup` adds tensors, given its name."""
     return name.startswith((*REDUCING, "_reduce_scatter"))
 
 
 def written_and_read(arguments: Sequence[object], named: Mapping[str, object]) -> tuple[list[object], list[object]]:
-    """Sorts the arguments of a collective: the first one is written to, as is what is given by name but `input...`."""
+    """Returns (arguments that a collective writes to, arguments that it reads only).
+
+    The first positional argument is written to, and every keyword argument whose name does not begin with `input`.
+
+    Args:
+        arguments: Positional arguments of the call.
+        named: Keyword arguments of the call.
+    """
     written = [*arguments[:1], *(value for key, value in named.items() if not key.startswith("input"))]
     return written, [*arguments[1:], *(value for key, value in named.items() if key.startswith("input"))]
 
 
 def check(name: str, size: int, arguments: Sequence[object], named: Mapping[str, object]) -> None:
-    """Refuses what gloo would refuse only after it has been issued, or what it would die of.
+    """Refuses a call of a collective that gloo would fail on only after it was issued, or that would end the process.
 
-    Tensors elsewhere than on the CPU and sparse ones are left to torch.
+    Calls without tensors, with sparse tensors, or with tensors that are not on the CPU are not checked: torch does it.
 
     Args:
-        name: Of the method of `dist.ProcessGroup`.
-        size: Number of ranks.
-        arguments: Of the call.
-        named: Likewise.
+        name: Name of the called method of `dist.ProcessGroup`.
+        size: Number of ranks of the group.
+        arguments: Positional arguments of the call.
+        named: Keyword arguments of the call.
 
     Raises:
-        ArgumentError: With what was found and what was wanted.
+        ArgumentError: A dtype does not fit the reduce op, dtypes differ, an output's elements share their memory, or
+            sizes do not fit the number of ranks. The message says what was found and what was wanted.
     """
+    # Leave to torch what is not dense on the CPU.
     written, read = (tensors_in(each) for each in written_and_read(arguments, named))
     tensors = [*written, *read]
     if not tensors or any(each.device.type != "cpu" or each.layout != torch.strided for each in tensors):
         return
     title = PUBLIC_NAMES.get(name, name)
+    # Check dtypes: by the reduce op, or that they are equal where gloo cannot see them.
     if reduces(name):
         _check_op(title, _op_in([*arguments, *named.values()]), tensors, premultiplies=name != "reduce" and size > 1)
     elif {each.dtype for each in tensors} - GLOO_DTYPES:  # travel as bytes, so gloo cannot compare them
         _check_one_dtype(title, tensors)
+    # Check the memory of the outputs, then the sizes.
     for tensor in () if name in IN_PLACE else written:
         if any(stride == 0 and numel > 1 for numel, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ArgumentError(
@@ -111,6 +124,7 @@ def check(name: str, size: int, arguments: Sequence[object], named: Mapping[str,
 
 
 def _op_in(arguments: Sequence[object]) -> object:
+    """Returns the reduce op among the arguments of a call, directly or in its options; SUM if there is none."""
     for each in arguments:
         if isinstance(each, dist.ReduceOp | dist.ReduceOp.RedOpType):
             return each
@@ -120,6 +134,14 @@ def _op_in(arguments: Sequence[object]) -> object:
 
 
 def _check_op(title: str, op: object, tensors: Sequence[Tensor], *, premultiplies: bool) -> None:
+    """Refuses tensors of a dtype that their reduce op does not take, see `DTYPES_OF`.
+
+    Args:
+        title: Public name of the collective, for the message.
+        op: Reduce op.
+        tensors: All tensors of the call.
+        premultiplies: Whether the call can run PREMUL_SUM.
+    """
     kind = next((each for each in DTYPES_OF if op == each), None)
     wanted = DTYPES_OF.get(kind, frozenset()) if kind is not None else frozenset()
     if kind == dist.ReduceOp.PREMUL_SUM and not premultiplies:
@@ -135,6 +157,7 @@ def _check_op(title: str, op: object, tensors: Sequence[Tensor], *, premultiplie
 
 
 def _check_one_dtype(title: str, tensors: Sequence[Tensor]) -> None:
+    """Refuses tensors of different dtypes; `title` names the collective in the message."""
     if len(found := {each.dtype for each in tensors}) > 1:
         raise ArgumentError(
             f"{title}: tensors have dtypes {', '.join(sorted(map(str, found)))}; wanted one of them all"
@@ -142,7 +165,14 @@ def _check_one_dtype(title: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _check_parts(title: str, size: int, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Refuses sources of reduce_scatter that are not one of the output's shape for each rank: gloo ends the process."""
+    """Refuses a reduce_scatter without one source of the output's shape and dtype for each rank: gloo would crash.
+
+    Args:
+        title: Public name of the collective, for the message.
+        size: Number of ranks.
+        outputs: Output tensors, usually one.
+        sources: Tensors that are reduced, `size` for each output.
+    """
     _check_one_dtype(title, (*outputs, *sources))
     shapes = {tuple(each.shape) for each in chain(outputs, sources)}
     if len(sources) != size * len(outputs) or len(shapes) > 1:
@@ -153,7 +183,14 @@ def _check_parts(title: str, size: int, outputs: Sequence[Tensor], sources: Sequ
 
 
 def _check_splits(title: str, size: int, tensors: Sequence[Tensor], splits: Sequence[object]) -> None:
-    """Refuses what alltoall_base would read or write beyond a tensor for."""
+    """Refuses splits with which alltoall_base would read or write beyond the end of a tensor.
+
+    Args:
+        title: Public name of the collective, for the message.
+        size: Number of ranks.
+        tensors: (output, input) of the call.
+        splits: Rows of the output from each rank and rows of the input to each rank; None or empty splits evenly.
+    """
     output, source = tensors
     given = [each for each in splits if isinstance(each, list | tuple) and each]
     if not given and output.numel() != source.numel():

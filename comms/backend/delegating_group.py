@@ -28,15 +28,19 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.transport.works import WAIT_MARGIN, Waiting
 
 MESSAGES = ("send", "recv", "recv_anysource")
-"""Their waits are not cut into slices: after one that times out gloo closes all connections of the group. They end
-where a connection does, and a rank that hears of a failure shuts its connections down."""
+"""Point-to-point methods, whose waits are not cut into slices: gloo closes all connections of the group after a wait
+that times out. Such a wait ends when its connection does, and a rank that hears of a failure shuts its connections
+down."""
 
 
 def _collective(name: str) -> Callable[..., dist.Work]:
-    """A method that every call of a collective passes: refused, run by the group itself, or given to the inner group.
+    """Returns a method that checks the arguments of a collective, and runs it in the group itself or in the inner one.
+
+    The group itself is asked by `own_work`, unless the call has keyword arguments. The method raises ArgumentError if
+    `arguments.check` refuses the call.
 
     Args:
-        name: Of the inner group's method.
+        name: Name of the inner group's method for the collective.
     """
 
     @outside_graphs
@@ -49,7 +53,7 @@ def _collective(name: str) -> Callable[..., dist.Work]:
 
 
 def _message(name: str) -> Callable[..., dist.Work]:
-    """A method that calls the inner group's of this name with the same arguments, which torch checks itself."""
+    """Returns a method that passes its arguments unchecked to the inner group's method of this name."""
 
     @outside_graphs
     def call(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
@@ -61,7 +65,17 @@ def _message(name: str) -> Callable[..., dist.Work]:
 def _pass_on(
     group: "DelegatingGroup", name: str, arguments: Sequence[object], named: Mapping[str, object]
 ) -> dist.Work:
-    """Calls the inner group's method with CPU tensors in the shape that gloo takes."""
+    """Calls a collective of the inner group, with contiguous copies in place of CPU tensors that gloo cannot take.
+
+    Args:
+        group: The group whose inner group runs the collective.
+        name: Name of the inner group's method.
+        arguments: Positional arguments of the call.
+        named: Keyword arguments of the call.
+
+    Returns:
+        The work; its end copies the results back into the outputs if copies of them travelled.
+    """
     moves, flat = not reduces(name), name.startswith(WHOLE_AND_PART)
     written, read = Packing(moves, flat), Packing(moves, flat)
     positional = [(read if place else written).pack(argument) for place, argument in enumerate(arguments)]
@@ -83,7 +97,18 @@ def _pass_on(
 def _delegate(
     group: "DelegatingGroup", name: str, arguments: Sequence[object], named: Mapping[str, object]
 ) -> dist.Work:
-    """Calls the inner group's method; on a CPU its work hears of failures elsewhere, and has a deadline."""
+    """Calls a method of the inner group as it is.
+
+    Args:
+        group: The group whose inner group is called.
+        name: Name of the inner group's method.
+        arguments: Positional arguments of the call.
+        named: Keyword arguments of the call.
+
+    Returns:
+        Torch's work; on CPU tensors, if the group has a communicator, a `WatchedWork` around it, whose `wait` also
+        ends when another rank reports a failure, and has a deadline.
+    """
     work: dist.Work = getattr(group.inner, name)(*arguments, **named)
     communicator = group.communicator
     first = next(iter(tensors_in([*arguments, *named.values()])), None)
@@ -107,14 +132,14 @@ class DelegatingGroup(dist.ProcessGroup):
     """Delegates every collective, under all its names in torch 2.13 to 2.15; strided CPU tensors travel as copies.
 
     Args:
-        inner: Has backends for all devices.
+        inner: Torch's group of the same ranks, with backends for all devices.
 
     Attributes:
-        inner: The same.
-        inner_launches: Order of what it issues on `inner`.
-        timeout: For a collective.
-        communicator: Of the ranks, for CPU tensors: what fails is told to all of them, and heard of by those who wait
-            for the inner group; None: torch says what it sees.
+        inner: Torch's group, to which collectives are delegated.
+        inner_launches: Order of the collectives that NCCL runs for `inner`, among gradwire's own.
+        timeout: Timeout of a collective.
+        communicator: Communicator of the ranks for CPU tensors, which reports failures to all ranks, also to those that
+            wait for the inner group. None leaves failures to torch.
     """
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
@@ -127,32 +152,47 @@ class DelegatingGroup(dist.ProcessGroup):
         self._outstanding: deque[dist.Work] = deque()
 
     def issued(self, work: dist.Work) -> dist.Work:
-        """The work of a collective that this group finishes itself; `barrier` waits for it."""
+        """Registers the work of a collective that this group finishes itself, for `barrier` to wait for; returns it.
+
+        Args:
+            work: The work, in flight or done.
+        """
         while self._outstanding and self._outstanding[0].is_completed():
             self._outstanding.popleft()
         self._outstanding.append(work)
         return work
 
     def own_work(self, name: str, arguments: Sequence[object]) -> dist.Work | None:
-        """The work of a collective that the group runs itself, under way; None where it is the inner group's.
+        """Starts a collective that the group runs itself; this base class runs none.
 
         Args:
-            name: Of the inner group's method.
-            arguments: Of the call, which has none by name.
+            name: Name of the inner group's method.
+            arguments: Positional arguments of the call, which has no others.
+
+        Returns:
+            The work, in flight; None if the inner group shall run the collective.
         """
         return None
 
     @outside_graphs
     def barrier(self, *arguments: object, **named: object) -> dist.Work:
-        """Waits on the host for what this rank has issued, as gloo's does, then for the other ranks.
+        """Waits on the host for the collectives of this group that this rank has issued, then starts a barrier.
+
+        Args:
+            arguments: Positional arguments of the inner group's barrier.
+            named: Keyword arguments of the inner group's barrier.
+
+        Returns:
+            The work of the inner group's barrier, which is done when all ranks have called it.
 
         Raises:
-            RuntimeError: What was issued has failed, or is not done within the group's time-out and `WAIT_MARGIN`.
+            RuntimeError: A collective failed while it was waited for, or the issued ones are not done within the
+                group's timeout and `WAIT_MARGIN`.
         """
         deadline = time.monotonic() + (self.timeout + WAIT_MARGIN).total_seconds()
         while self._outstanding:
             work = self._outstanding.popleft()
-            if work.is_completed():  # one that has failed has said so, or will, to who waits for it
+            if work.is_completed():  # an error is raised by its own `wait`
                 continue
             left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             if isinstance(work, FutureWork):

@@ -1,8 +1,8 @@
-"""broadcast, all_gather and reduce_scatter of a process group whose ranks all share one node: through shared memory.
+"""Runs broadcast, all_gather and reduce_scatter through shared memory if all ranks of a process group share one node.
 
 The group has a thread and a segment of its own, made at its first collective, so it does not interfere with the
-all-reduces of the communicator; the thread runs the collectives in the order of the calls. On several nodes these
-collectives go to gloo or NCCL as they are.
+all-reduces of the communicator; the thread runs the collectives in the order of the calls. On several nodes
+`PlannedCollectives` or torch's own group runs these collectives.
 """
 
 import queue
@@ -23,14 +23,16 @@ from gradwire.comms.transport.shm import ShmGroup
 
 
 class _Call:
-    """A collective in the queue.
+    """Holds one collective in the queue of the thread, and its result.
 
     Args:
-        run: Carries it out.
-        outputs: The tensors that it fills.
+        run: Carries the collective out on the group in shared memory, and fills `outputs`.
+        outputs: Tensors that are filled.
 
     Attributes:
-        done: Its outputs, or what it has raised.
+        run: As in Args.
+        outputs: As in Args.
+        done: Future of the filled outputs or, as its value, of the exception that the collective raised.
     """
 
     def __init__(self, run: Callable[[ShmGroup], None], outputs: list[Tensor]) -> None:
@@ -40,12 +42,17 @@ class _Call:
 
 
 class NodeCollectives:
-    """One rank's end; every rank calls the same methods in the same order, with CPU tensors of any dtype and strides.
+    """Runs one rank's part of collectives through shared memory, on a thread of its own.
+
+    Every rank makes one, and calls the same methods in the same order. Tensors are on the CPU, with any strides; they
+    must not be touched until the returned future is done, whose value is the list of filled tensors. The methods raise
+    RuntimeError after `close`; all other errors are raised by the future.
 
     Args:
-        communicator: Of the ranks of the group, all on one node. It is given up with these collectives.
-        store: A store that all ranks of the group share, with a prefix of its own.
-        name: Names the thread.
+        communicator: Communicator of the ranks of the group, all on one node. It is aborted if a collective here fails
+            because of another rank.
+        store: Store that all ranks of the group share, with a prefix of its own.
+        name: Name of the thread.
     """
 
     def __init__(self, communicator: Communicator, store: Store, name: str) -> None:
@@ -60,10 +67,15 @@ class NodeCollectives:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failed: BaseException | None = None
-        """What has ended the thread; then no call is carried out any more."""
+        """Error that has ended the thread, after which every call fails with it; None while the thread serves."""
 
     def broadcast(self, tensor: Tensor, root: int) -> FutureTensors:
-        """Copies `tensor` of rank `root` to all ranks, in place."""
+        """Copies `tensor` of rank `root` to all ranks, in place.
+
+        Args:
+            tensor: Any dtype; the same shape and dtype on all ranks. Overwritten on all ranks but `root`.
+            root: Sending rank, in this group.
+        """
         tensor = tensor.detach()
 
         def run(group: ShmGroup) -> None:
@@ -75,7 +87,12 @@ class NodeCollectives:
         return self._submit(run, [tensor])
 
     def all_gather(self, output: Tensor, source: Tensor) -> FutureTensors:
-        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+        """Fills `output` with every rank's `source`, in rank order.
+
+        Args:
+            output: Any shape with size * source.numel() elements, of the dtype of `source`.
+            source: Any dtype; the same number of elements and dtype on all ranks.
+        """
         output, source = output.detach(), source.detach()
 
         def run(group: ShmGroup) -> None:
@@ -89,7 +106,12 @@ class NodeCollectives:
         return self._submit(run, [output])
 
     def all_gather_list(self, outputs: list[Tensor], source: Tensor) -> FutureTensors:
-        """Fills `outputs[r]` with rank r's `source`, all of one shape."""
+        """Fills `outputs[r]` with rank r's `source`.
+
+        Args:
+            outputs: One tensor for each rank, with the shape and dtype of `source`.
+            source: Any dtype; the same shape and dtype on all ranks.
+        """
         outputs, source = [output.detach() for output in outputs], source.detach()
 
         def run(group: ShmGroup) -> None:
@@ -101,11 +123,12 @@ class NodeCollectives:
         return self._submit(run, outputs)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, scale: float) -> FutureTensors:
-        """Fills `output` with this rank's part of the sum of `scale * source`.
+        """Fills `output` with this rank's part of the sum of `scale * source` over all ranks.
 
         Args:
-            output: Takes this rank's part.
-            source: numel = size * output.numel(); unchanged afterwards (but where `output` is a part of it).
+            output: Any shape; part r of the sum goes to rank r.
+            source: size * output.numel() elements of the dtype of `output`: a part for each rank, end to end. As before
+                when the future is done, except for this rank's part if `output` is that very memory.
             scale: Factor on every rank's contribution; 1 for integers.
         """
         output, source, numel = output.detach(), source.detach(), output.numel()
@@ -125,16 +148,29 @@ class NodeCollectives:
         return self._submit(run, [output])
 
     def reduce_scatter_list(self, output: Tensor, sources: Sequence[Tensor], scale: float) -> FutureTensors:
-        """As `reduce_scatter`, with one tensor for each rank; `sources` are copied."""
+        """Does what `reduce_scatter` does, with a tensor for each rank in place of one source.
+
+        Args:
+            output: Tensor that is filled with this rank's part of the sum.
+            sources: One tensor for each rank, with the number of elements of `output`; copied before this returns.
+            scale: Factor on every rank's contribution; 1 for integers.
+        """
         return self.reduce_scatter(output, torch.cat([source.detach().reshape(-1) for source in sources]), scale)
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks that wait for this one and gives them the reason. Any thread."""
+        """Wakes the ranks that wait for this one in shared memory, and gives them the reason. Any thread may call it.
+
+        Args:
+            reason: Text of the error that those ranks raise.
+        """
         if self._group is not None:
             self._group.abort(reason)
 
     def close(self) -> None:
-        """Ends the thread after the calls it holds, and releases the segment."""
+        """Ends the thread after the calls in its queue, and releases the segment.
+
+        If the thread still waits for another rank after five seconds, its collective is aborted.
+        """
         self._closed = True
         if self._thread is not None:
             self._calls.put(None)
@@ -147,6 +183,7 @@ class NodeCollectives:
             self._group.close()
 
     def _connect(self) -> ShmGroup:
+        """Returns the group in shared memory; makes it at the first call, which waits for all ranks."""
         if self._group is None:
             self._group = ShmGroup.create(
                 self._store,
@@ -159,6 +196,18 @@ class NodeCollectives:
         return self._group
 
     def _submit(self, run: Callable[[ShmGroup], None], outputs: list[Tensor]) -> FutureTensors:
+        """Queues a collective, and starts the thread at the first call.
+
+        Args:
+            run: Carries the collective out; called on the thread.
+            outputs: Tensors that it fills.
+
+        Returns:
+            Future of `outputs`; raises what the collective raised.
+
+        Raises:
+            RuntimeError: `close` was called before.
+        """
         if self._closed:
             raise RuntimeError("gradwire is closed: its process group has been destroyed")
         call = _Call(run, outputs)
@@ -174,11 +223,12 @@ class NodeCollectives:
             )
             self._thread.start()
         self._calls.put(call)
-        if self._failed is not None:  # looked at behind the line above, so that the call does not stay there
+        if self._failed is not None:  # checked after the put: the thread may have ended just before it
             self._drain(self._failed)
         return future
 
     def _serve(self) -> None:
+        """Runs the queued collectives in their order, until `close`; this is the thread."""
         while (call := self._calls.get()) is not None:
             self._under_way = call
             self._run(call)
@@ -186,12 +236,13 @@ class NodeCollectives:
             del call  # it holds tensors
 
     def _run(self, call: "_Call") -> None:
+        """Runs one collective, and completes its future with the outputs or the error."""
         try:
             with torch.inference_mode(any(output.is_inference() for output in call.outputs)), torch.no_grad():
                 call.run(self._connect())
         except BaseException as error:  # noqa: BLE001 - whatever it is, the future carries it
             try:
-                if isinstance(error, PeerError):  # or who waits elsewhere would hear of this rank's end alone
+                if isinstance(error, PeerError):  # tells ranks that wait elsewhere the reason, not only that one ended
                     self._communicator.abort(f"rank {self._rank} gave up a collective of its node: {error}")
             finally:
                 call.done.set_result(error)
@@ -199,7 +250,7 @@ class NodeCollectives:
             call.done.set_result(call.outputs)
 
     def _fail(self, error: BaseException) -> None:
-        """Gives the error to all who wait, here and on the other ranks."""
+        """Completes all queued calls with the error that has ended the thread, and aborts the waits of other ranks."""
         self._failed = error
         if (call := self._under_way) is not None and not call.done.done():
             call.done.set_result(error)
@@ -208,6 +259,7 @@ class NodeCollectives:
         self.abort(f"rank {self._rank} has given up collectives of its node: {error!r}")
 
     def _drain(self, error: BaseException) -> None:
+        """Empties the queue, and completes each of its calls with the error."""
         while True:
             try:
                 call = self._calls.get_nowait()
@@ -218,7 +270,10 @@ class NodeCollectives:
 
 
 def _unwrap(done: "torch.futures.Future[list[Tensor] | BaseException]") -> list[Tensor]:
-    """Raise the error of a future inside `.then`, so that torch keeps its message."""
+    """Returns the outputs of a done future, or raises the exception that is its value; for `Future.then`.
+
+    Torch keeps the message of an exception that is raised inside `then`.
+    """
     value = done.value()
     if isinstance(value, BaseException):
         raise value

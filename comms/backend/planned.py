@@ -1,4 +1,4 @@
-"""The all-reduces of a process group that run by a plan: which ones, and how tensors become flat for it."""
+"""Runs the all-reduces of a process group by a plan, where that is faster; here they are chosen, and made flat."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +15,13 @@ from gradwire.comms.config import Config
 from gradwire.comms.plan.planner import plan_all_reduce
 
 TIMED_EVERY, STEPS_IN_A_ROW = 100, 3
-"""Sums on CUDA that are timed: in each hundred the first three, because events cost host time."""
+"""Number of sums on CUDA after which timing starts again, and number of sums that are then timed. Few are, because
+events cost host time."""
 
 SUMMED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
 )
-"""What shared memory and gloo can both add up."""
+"""Dtypes that shared memory and gloo can both add up."""
 
 
 class PlannedAllReduce:
@@ -31,8 +32,11 @@ class PlannedAllReduce:
 
     Args:
         options: Store, rank, size and name of the group.
-        config: How to plan.
-        inner: Torch's own group of the same ranks: its NCCL serves the set of all ranks.
+        config: Options of planning; a compressor in it is ignored.
+        inner: Torch's own group of the same ranks, whose NCCL runs phases among all ranks; None if there is none.
+
+    Attributes:
+        cluster: Placement of the ranks, with the link rates as the communicator for the CPU has them.
     """
 
     def __init__(self, options: GroupOptions, config: Config, inner: dist.ProcessGroup | None = None) -> None:
@@ -46,16 +50,26 @@ class PlannedAllReduce:
 
     @property
     def store(self) -> Store:
-        """The store for what else the ranks of this group tell each other, without what an earlier start has left."""
+        """Store for other messages among the ranks of this group, without keys of an earlier generation."""
         return self._communicators["cpu"].plain_store
 
     @property
     def on_cpu(self) -> Communicator:
-        """The communicator for CPU tensors."""
+        """Communicator for CPU tensors."""
         return self._communicators["cpu"]
 
     def scale(self, op: object, tensors: Sequence[Tensor]) -> float | None:
-        """The factor that makes a plain sum of `op`; None where the plan is not for these tensors or this `op`."""
+        """Returns the factor with which a plain sum gives what a reduce op asks for.
+
+        Args:
+            op: Reduce op.
+            tensors: Tensors to reduce, at least one.
+
+        Returns:
+            1 for SUM, 1 / size for AVG, the op's factor for PREMUL_SUM. None if no plan can run it: for other ops, for
+            AVG and PREMUL_SUM of integers, for dtypes outside `SUMMED`, and for tensors that are sparse, of different
+            dtypes or devices, or neither on the CPU nor on CUDA.
+        """
         first = tensors[0]
         if first.dtype not in SUMMED or first.device.type not in ("cpu", "cuda"):
             return None
@@ -69,11 +83,15 @@ class PlannedAllReduce:
         return factor_of(op) if first.is_floating_point() else None
 
     def beats_inner(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the plan is anything but the ring over all ranks that the inner group runs anyway.
+        """Returns whether a plan shall sum these tensors, rather than the inner group's ring over all ranks.
 
-        On a single node CPU tensors go through shared memory, not through sockets; CUDA tensors stay with NCCL. CUDA
-        tensors are priced with the links of the CUDA communicator, which all ranks make at the first of them.
-        The result depends on bytes and device type alone, so it is the same on all ranks.
+        On one node that is so for CPU tensors, which go through shared memory. On several nodes a plan other than
+        `flat` must be asked for by name or, with plan="auto", be predicted to be faster. It is never so for tensors
+        without elements. The result depends on bytes and device type alone, so it is the same on all ranks.
+
+        Args:
+            tensors: Tensors to sum together, at least one, on one device. With plan="auto" on several nodes the first
+                CUDA tensor makes the communicator for CUDA, on all ranks.
         """
         device, nbytes = tensors[0].device, sum(tensor.nbytes for tensor in tensors)
         key = (device.type, nbytes)
@@ -82,11 +100,15 @@ class PlannedAllReduce:
         return self._better[key]
 
     def all_reduce(self, tensors: list[Tensor], scale: float) -> FutureWork:
-        """Replaces each tensor by the sum over all ranks of `scale * tensor`; several travel end to end as one.
+        """Starts an all-reduce that replaces each tensor by the sum over all ranks of `scale * tensor`.
 
         Args:
-            tensors: Dense, one dtype and device; same shapes in the same order on all ranks.
+            tensors: Dense, of one dtype and device; the same shapes in the same order on all ranks. Changed in place;
+                several travel end to end as one.
             scale: Factor on every rank's contribution; 1 for integers.
+
+        Returns:
+            The work, whose result is `tensors`.
         """
         communicator = self._communicator(tensors[0].device)
         on_cuda = tensors[0].is_cuda
@@ -102,6 +124,7 @@ class PlannedAllReduce:
         return FutureWork(future, self._config.timeout, communicator.executor.last)
 
     def _start(self, communicator: Communicator, tensors: list[Tensor], scale: float) -> FutureTensors:
+        """Starts the sum in place for one contiguous tensor, else on a flat copy that is split back when it is done."""
         views = [tensor.detach() for tensor in tensors]
         if len(views) == 1 and views[0].is_contiguous() and not views[0].is_inference():
             return finished(communicator.all_reduce(views[0].view(-1), scale=scale), lambda: tensors)
@@ -116,16 +139,21 @@ class PlannedAllReduce:
         return finished(communicator.all_reduce(flat, scale=scale), scatter)
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks that wait for this one and gives them the reason."""
+        """Wakes the ranks that wait for this one, and gives them the reason.
+
+        Args:
+            reason: Text of the error that those ranks raise.
+        """
         for communicator in self._communicators.values():
             communicator.abort(reason)
 
     def close(self) -> None:
-        """Ends all communicators."""
+        """Closes all communicators."""
         for communicator in self._communicators.values():
             communicator.close()
 
     def _is_better(self, device: torch.device, nbytes: int) -> bool:
+        """Decides what `beats_inner` returns for tensors of `nbytes` together."""
         if nbytes == 0:
             return False
         if len(self.cluster.nodes) == 1:
@@ -137,6 +165,7 @@ class PlannedAllReduce:
         return plan.name != "flat"
 
     def _communicator(self, device: torch.device) -> Communicator:
+        """Returns the communicator for a device's type; makes it at the first call, which waits for all ranks."""
         if device.type not in self._communicators:
             options = self._options
             self._communicators[device.type] = Communicator(

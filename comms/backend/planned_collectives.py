@@ -1,7 +1,7 @@
-"""all_gather, reduce_scatter and broadcast of flat, strided or listed CPU tensors by a plan: see plan/collectives.py.
+"""Runs all_gather, reduce_scatter and broadcast of CPU tensors by a plan: see plan/collectives.py.
 
-The process group's face of these collectives, and the one for hooks of sharded training. They run in the lanes of a
-communicator, in the order of the calls, between its all-reduces; everything is exact.
+The process group and the hooks of sharded training call it, with flat, strided or listed tensors. Collectives run in
+the lanes of a communicator, in the order of the calls, between its all-reduces; everything is exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,14 @@ from gradwire.comms.run.all_reduces import AllReduce, Bucket
 
 
 class PlannedCollectives:
-    """One rank's end; every rank calls the same methods in the same order. CPU tensors of any strides.
+    """Runs one rank's part of planned collectives of CPU tensors with any strides.
+
+    Every rank makes one, and calls the same methods in the same order. The methods return at once; tensors must not be
+    touched until the returned future is done. It raises if the collective fails.
 
     Args:
-        communicator: For the CPU; its executor runs the plans, its `config` says which and in how many chunks.
+        communicator: Communicator for the CPU, whose executor runs the plans. Its `config` gives the option `plan` and
+            the number of chunks.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -34,12 +38,16 @@ class PlannedCollectives:
         self._better: dict[tuple[str, int, int], bool] = {}
 
     def beats_library(self, op: str, nbytes: int, root: int = 0) -> bool:
-        """Whether a plan is taken: predicted to be faster than gloo's own collective, or asked for by name.
+        """Returns whether a collective shall run by a plan here, rather than by gloo; the same on all ranks.
+
+        With plan="auto" on several nodes that is so if the plan is predicted to be clearly faster; on one node, where
+        plans use shared memory, from `SMALL_NBYTES` on. A plan asked for by name runs every tensor that has elements,
+        except `flat`, which leaves all to gloo.
 
         Args:
             op: `all_gather`, `reduce_scatter` or `broadcast`.
-            nbytes: Of the whole tensor: of all ranks' pieces.
-            root: Of a broadcast.
+            nbytes: Bytes of the whole tensor, that is, of the pieces of all ranks together.
+            root: Sending rank of a broadcast; not used for other ops.
         """
         key = (op, nbytes, root)
         if key not in self._better:
@@ -56,8 +64,8 @@ class PlannedCollectives:
         """Fills `output` with every rank's `source`, in rank order.
 
         Args:
-            output: Any shape, numel = size * source.numel(). Not to be touched until the future is done; the future's
-                value is [output].
+            output: Any shape with size * source.numel() elements, of the dtype of `source`. The future's value is
+                [output].
             source: Any dtype; the same numel and dtype on all ranks. May be this rank's part of `output`.
 
         Raises:
@@ -76,10 +84,10 @@ class PlannedCollectives:
         return finished(self._run(ALL_GATHER, _bytes_of(target), source.nbytes), finish)
 
     def all_gather_list(self, outputs: list[Tensor], source: Tensor) -> FutureTensors:
-        """Fills `outputs[r]` with rank r's `source`; without a further copy where they lie end to end in memory.
+        """Fills `outputs[r]` with rank r's `source`; without a further copy if they lie end to end in memory.
 
         Args:
-            outputs: One for each rank, numel and dtype of `source`.
+            outputs: One tensor for each rank, with the numel and dtype of `source`. The future's value is `outputs`.
             source: Any dtype; the same numel and dtype on all ranks.
 
         Raises:
@@ -109,10 +117,10 @@ class PlannedCollectives:
 
         Args:
             output: Any shape; the future's value is [output]. May be this rank's piece of `source`.
-            source: numel = size * output.numel(), of a dtype in `SUMMED`. Used as working memory until the future is
-                done, then as it was.
+            source: size * output.numel() elements of a dtype in `planned.SUMMED`. Used as working memory until the
+                future is done, then as it was, but for this rank's piece if `output` is that.
             scale: Factor on every rank's contribution; 1 for integers.
-            keep: False leaves in `source` what the work has left there: no copy is made of anything.
+            keep: False leaves intermediate sums in `source`, and so saves a copy of what is overwritten.
 
         Raises:
             ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
@@ -126,7 +134,12 @@ class PlannedCollectives:
         return self._reduce_scatter(output, copied, scale, keep=False)
 
     def reduce_scatter_list(self, output: Tensor, sources: Sequence[Tensor], scale: float = 1.0) -> FutureTensors:
-        """As `reduce_scatter`, with one tensor for each rank; `sources` are copied.
+        """Does what `reduce_scatter` does, with a tensor for each rank in place of one source.
+
+        Args:
+            output: Any shape; the future's value is [output].
+            sources: One tensor for each rank, with the numel and dtype of `output`; copied before this returns.
+            scale: Factor on every rank's contribution; 1 for integers.
 
         Raises:
             ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
@@ -143,7 +156,7 @@ class PlannedCollectives:
 
         Args:
             tensor: Any dtype; the same numel and dtype on all ranks. The future's value is [tensor].
-            root: 0 <= root < size.
+            root: Sending rank in this group, 0 <= root < size.
 
         Raises:
             ValueError: `root` is out of range, or `tensor` is not on the CPU.
@@ -164,13 +177,19 @@ class PlannedCollectives:
         return finished(self._run(BROADCAST, _bytes_of(target), tensor.nbytes, root=root), finish)
 
     def _place(self, target: Tensor, source: Tensor) -> None:
-        """Copies this rank's piece to its place in all of them, unless it is there."""
+        """Copies this rank's piece to its place among those of all ranks, unless it is there already.
+
+        Args:
+            target: Flat tensor for the pieces of all ranks, end to end; changed in place.
+            source: This rank's piece, of any strides.
+        """
         numel = source.numel()
         own = target[self._rank * numel : (self._rank + 1) * numel]
         if own.data_ptr() != source.data_ptr() or not is_plain(source):
             own.view(source.shape).copy_(source.detach())
 
     def _reduce_scatter(self, output: Tensor, flat: Tensor, scale: float, *, keep: bool) -> FutureTensors:
+        """Does what `reduce_scatter` does, with a flat source; see there for `output`, `scale` and `keep`."""
         cluster, numel = self._communicator.cluster, output.numel()
         plan, _ = self._plan(REDUCE_SCATTER, numel, flat.element_size(), 0)
         if scale != 1.0 and len(cluster.ranks(cluster.unit(self._rank, 0))) == 1:
@@ -197,12 +216,32 @@ class PlannedCollectives:
     def _run(
         self, op: str, flat: Tensor, numel: int, scale: float = 1.0, root: int = 0
     ) -> torch.futures.Future[Tensor]:
+        """Starts a collective on the executor.
+
+        Args:
+            op: `all_gather`, `reduce_scatter` or `broadcast`.
+            flat: Contiguous 1-D tensor with the pieces of all ranks, or that is broadcast; changed in place.
+            numel: Elements of `flat` in one rank's piece, or in the tensor that is broadcast.
+            scale: Factor on every rank's contribution to a sum.
+            root: Sending rank of a broadcast.
+
+        Returns:
+            Future that is done when `flat` holds the result.
+        """
         _, rank_plan = self._plan(op, numel, flat.element_size(), root)
         bucket = Bucket.of(flat)
         self._communicator.executor.start(AllReduce((flat,), None, (bucket,)), rank_plan, scale, flush=False)
         return bucket.result()
 
     def _plan(self, op: str, numel: int, width: int, root: int) -> tuple[CollectivePlan, RankPlan]:
+        """Returns the plan of a collective, and this rank's part of it; each is made once.
+
+        Args:
+            op: `all_gather`, `reduce_scatter` or `broadcast`.
+            numel: Elements in one rank's piece, or in the tensor that is broadcast.
+            width: Bytes of an element.
+            root: Sending rank of a broadcast.
+        """
         key = (op, numel, width, root)
         if key not in self._plans:
             communicator = self._communicator
@@ -211,6 +250,17 @@ class PlannedCollectives:
         return self._plans[key]
 
     def _check(self, name: str, whole: Tensor, part: Tensor, times: int) -> None:
+        """Refuses tensors that are not dense on the CPU, or where `whole` is not `times` as large as `part`.
+
+        Args:
+            name: Name of the parameter that `whole` was passed as, for the message.
+            whole: Larger tensor.
+            part: Smaller tensor, which must have the same dtype.
+            times: Number of parts that `whole` must hold.
+
+        Raises:
+            ValueError: They do not fit.
+        """
         for tensor in (whole, part):
             if tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 raise ValueError(f"`{name}` is a {tensor.layout} tensor on {tensor.device}; wanted dense CPU tensors")
@@ -221,7 +271,14 @@ class PlannedCollectives:
 
 
 def together(futures: Sequence[FutureTensors]) -> FutureTensors:
-    """One future of several collectives: its value is all their tensors; it raises what the first failed one raised."""
+    """Returns one future for several collectives.
+
+    Its value is the list of all their tensors. If one fails, it raises that one's error; if several do, the first one's
+    in the order of `futures`.
+
+    Args:
+        futures: Futures of the collectives.
+    """
 
     def join(done: "torch.futures.Future[list[FutureTensors]]") -> list[Tensor]:
         return [tensor for each in done.value() for tensor in each.value()]
@@ -230,7 +287,11 @@ def together(futures: Sequence[FutureTensors]) -> FutureTensors:
 
 
 def _as_lies(tensor: Tensor) -> Tensor | None:
-    """The tensor's memory, 1-D; None where a copy must travel: it has gaps, or other threads may not write to it."""
+    """Returns a 1-D view of a tensor's memory; None if a copy must travel instead.
+
+    That is so for a tensor that is not contiguous, is a lazy conjugate or negative, or was made in inference mode (so
+    that other threads may not write to it).
+    """
     if not is_plain(tensor) or tensor.is_inference():
         return None
     with torch.inference_mode(False):
@@ -238,19 +299,24 @@ def _as_lies(tensor: Tensor) -> Tensor | None:
 
 
 def _bytes_of(flat: Tensor) -> Tensor:
-    """The same memory as bytes. Made in inference mode, such a view could not be written to by other threads."""
+    """Returns a view of a flat tensor as bytes, which other threads may write to, even if called in inference mode."""
     with torch.inference_mode(False):
         return flat.view(torch.uint8)
 
 
 def _empty_flat(like: Tensor, times: int = 1) -> Tensor:
-    """New memory, 1-D, for so many tensors of this numel and dtype; any thread may write to it."""
+    """Returns an uninitialized 1-D tensor that any thread may write to.
+
+    Args:
+        like: Tensor whose numel, dtype and device count.
+        times: Number of such tensors for which there is room.
+    """
     with torch.inference_mode(False):
         return torch.empty(times * like.numel(), dtype=like.dtype, device=like.device)
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
-    """All of several tensors as one flat tensor, where they lie end to end in one piece of memory."""
+    """Returns a flat view of several tensors that lie end to end in one storage; None if they do not."""
     if any(_as_lies(tensor) is None for tensor in tensors):
         return None
     first = tensors[0].detach()
@@ -263,7 +329,7 @@ def _end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _value_of(outputs: list[Tensor]) -> Callable[[FutureTensors], list[Tensor]]:
-    """Other tensors in place of a future's value, if it has one: for `then`."""
+    """Returns a callback for `Future.then` that gives `outputs` as the value, or raises the future's error."""
 
     def value(done: FutureTensors) -> list[Tensor]:
         done.value()

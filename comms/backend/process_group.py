@@ -53,14 +53,15 @@ atexit.register(_retired.clear)
 
 
 def create(options: object, config: object = None) -> "GradwireGroup":
-    """The creator that is registered with torch: called by every rank of the new group, in the same order.
+    """Creates a process group; torch calls it on every rank of the new group.
 
     Args:
-        options: Torch's: store, rank, size, time-out and name of the group.
-        config: `pg_options=` of init_process_group and new_group: a `Config`, by default what the environment gives.
+        options: Torch's options of the group: store, rank, size, timeout and name.
+        config: Value of `pg_options=` of init_process_group and new_group: a `Config`. None takes the options of
+            planning from the environment.
 
     Raises:
-        TypeError: `pg_options` is something else.
+        TypeError: `pg_options` is neither a `Config` nor None.
         ValueError: `pg_options` asks for a compressor, or for anything else that the backend does not do; or it
             differs between the ranks.
         RuntimeError: A rank did not join.
@@ -84,30 +85,36 @@ def create(options: object, config: object = None) -> "GradwireGroup":
 
 
 def _library_lacks(op: object, tensor: Tensor) -> bool:
-    """Whether the inner group cannot run an op at all: gloo has no PREMUL_SUM."""
+    """Returns whether the inner group cannot run a reduce op on a tensor at all: gloo has no PREMUL_SUM."""
     return tensor.device.type == "cpu" and factor_of(op) is not None
 
 
 def _is_dense(*tensors: Tensor) -> bool:
+    """Returns whether all tensors are dense and on the CPU."""
     return all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
 
 
 def _is_local(*tensors: Tensor) -> bool:
+    """Returns whether all tensors are dense, on the CPU, and have elements."""
     return _is_dense(*tensors) and all(tensor.numel() > 0 for tensor in tensors)
 
 
 class GradwireGroup(DelegatingGroup):
-    """The process group of backend "gradwire": all-reduces run by the cheapest plan; see the module.
+    """Runs collectives as the process group of backend "gradwire"; see the module for which it runs itself.
 
     Args:
-        options: Store, rank, size, time-out and name of the group.
-        config: How to plan; its time-out is replaced by the group's.
+        options: Store, rank, size, timeout and name of the group.
+        config: Options of planning; its timeout is replaced by the group's.
+
+    Attributes:
+        config: Options of planning, with the group's timeout.
     """
 
     serializes_launches = True
     """See `SerializesLaunches`."""
 
     def __init__(self, options: GroupOptions, config: Config) -> None:
+        # Torch's own group, which has no backends yet.
         super().__init__(dist.ProcessGroup(options.store, options.group_rank, options.group_size))
         self._store = options.store
         options = replace(options, store=clone_of(options.store))
@@ -129,7 +136,7 @@ class GradwireGroup(DelegatingGroup):
         except RuntimeError as error:
             if self.communicator is None or self.communicator.peer_wait().abort_reason(at_once=True) is None:
                 raise
-            # A rank that was through has given up, and shut its sockets down: gloo's words are of those alone.
+            # Another rank has aborted and shut its sockets down; gloo's error names only these. Raise the reason.
             raise self.communicator.executor.failures.fail("connecting", (), error) from None
         if self._planned and len(self._planned.cluster.nodes) == 1:
             store = PrefixStore("gradwire/node", options.store)
@@ -138,31 +145,41 @@ class GradwireGroup(DelegatingGroup):
             self._collectives = PlannedCollectives(self._planned.on_cpu)
 
     def getBackendName(self) -> str:
-        """The backend's name, for C++."""
+        """Returns the backend's name; C++ calls it."""
         return "gradwire"
 
     def name(self) -> str:
-        """The backend's name."""
+        """Returns the backend's name."""
         return "gradwire"
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of some ranks of this group that are known to have ended, or to have left it; in some seconds."""
+        """Returns those of the given ranks whose process has ended or has left this group; takes some seconds.
+
+        Args:
+            ranks: Ranks of this group to look at.
+
+        Returns:
+            The ranks that are known to have ended; empty also if that cannot be found out, or if this rank is alone.
+        """
         ended = self._planned.on_cpu.ended if self._planned else None
         return ended(ranks) if ended else []
 
     def get_group_store(self) -> Store:
-        """The store that all ranks of this group share."""
+        """Returns the store that all ranks of this group share."""
         return self._store
 
     def own_work(self, name: str, arguments: Sequence[object]) -> dist.Work | None:
-        """Sums by a plan where that is faster; CPU tensors move through shared memory, or by a plan on several nodes.
+        """Starts a collective that gradwire runs faster than the inner group; decided alike on all ranks.
+
+        These are sums by a plan and, of CPU tensors, broadcast, all-gather and reduce-scatter: through shared memory on
+        one node, by a plan on several.
 
         Args:
-            name: Of the method of torch's process groups.
-            arguments: Of the call, in the shape that torch's own functions use.
+            name: Name of the method of `dist.ProcessGroup`.
+            arguments: Positional arguments of the call. Only the shapes that torch's own functions use are known here.
 
         Returns:
-            The work, under way; None where it is the inner group's.
+            The work, in flight; None if the inner group shall run the collective.
         """
         match name, arguments:
             case "allreduce", [[Tensor() as tensor], AllreduceOptions() as options]:
@@ -176,7 +193,7 @@ class GradwireGroup(DelegatingGroup):
         return None if future is None else self.issued(FutureWork(future, self.config.timeout))
 
     def _own_future(self, name: str, arguments: Sequence[object]) -> FutureTensors | None:
-        """A collective that is no all-reduce, as `own_work`; the shapes were checked."""
+        """Starts a collective other than an all-reduce; as for `own_work`, with a future in place of a work."""
         match name, arguments:
             case "broadcast", [[Tensor() as tensor], dist.BroadcastOptions() as options] if _is_local(tensor):
                 if 0 <= options.rootRank < self.size():
@@ -215,11 +232,12 @@ class GradwireGroup(DelegatingGroup):
         return None
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Sends everything to the inner group, which collects it (NCCL), until `_end_coalescing`."""
+        """Begins coalescing: until `_end_coalescing` nothing runs by a plan, and the inner group's NCCL collects."""
         self.inner_launches.start_coalescing()
         self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """Ends coalescing: issues what the inner group has collected, and returns one work for all of it."""
         return self.inner_launches.end_coalescing(lambda: self.inner._end_coalescing(device), device)
 
     def split_group(
@@ -231,18 +249,19 @@ class GradwireGroup(DelegatingGroup):
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> "GradwireGroup | None":
-        """A group of some of this group's ranks; all of them call it, with their own set.
+        """Makes a group of some of this group's ranks; each of these calls it, with the ranks of its own new group.
 
         Args:
-            ranks: Ranks of this group.
-            timeout: For every collective of the new group; by default as in this one.
-            opts: A `Config`; by default this group's.
-            group_name: Equal on all ranks of the new group, different from every other group's.
-            group_desc: For people.
+            ranks: Ranks of this group that the new one has; their order does not matter.
+            timeout: Timeout of the new group's collectives; None takes this group's.
+            opts: A `Config` for the new group; None, or any other object, takes this group's.
+            group_name: Name, equal on all ranks of the new group and different from every other group's; None makes one
+                from this group's name and `ranks`.
+            group_desc: Description for people; None makes one from this group's.
             device_types: Ignored: a group always serves all device types.
 
         Returns:
-            None where this rank is not among `ranks`.
+            The new group; None if this rank is not among `ranks`.
         """
         ranks = sorted(ranks)
         if self.rank() not in ranks:
@@ -258,7 +277,7 @@ class GradwireGroup(DelegatingGroup):
     splitGroup = split_group
 
     def abort(self) -> None:
-        """Wakes all ranks that wait in this group, and gives it up."""
+        """Wakes all ranks that wait in this group with an error; the group cannot be used any more."""
         reason = f"rank {self.rank()} has aborted the process group {self.group_name}"
         for part in (self._planned, self._node):
             if part:
@@ -267,7 +286,7 @@ class GradwireGroup(DelegatingGroup):
         self.inner.abort()
 
     def shutdown(self) -> None:
-        """Ends lanes, shared memory and connections: `dist.destroy_process_group` calls it."""
+        """Closes threads, shared memory and connections; `dist.destroy_process_group` calls it."""
         for part in (self._planned, self._node):
             if part:
                 part.close()
@@ -277,7 +296,16 @@ class GradwireGroup(DelegatingGroup):
         _retired.extend(self._backends)
 
     def _sum(self, tensors: list[Tensor], op: object) -> dist.Work | None:
-        """The sum, under way; None where it is the inner group's."""
+        """Starts an all-reduce by a plan.
+
+        Args:
+            tensors: Tensors to reduce together, at least one; changed in place.
+            op: Reduce op.
+
+        Returns:
+            The work, in flight; None if the inner group shall run it: always for a group of one rank and while
+            coalescing, else if no plan can run it, or none is faster and the inner group has the op.
+        """
         if self._planned is None or self.inner_launches.coalescing:
             return None
         scale = self._planned.scale(op, tensors)
@@ -288,7 +316,16 @@ class GradwireGroup(DelegatingGroup):
         return self.issued(self._planned.all_reduce(tensors, scale))
 
     def _exact(self, op: str, nbytes: int, root: int = 0) -> NodeCollectives | PlannedCollectives | None:
-        """What runs a collective on CPU tensors, on one node or between several; None where it is the inner group's."""
+        """Returns what runs a collective of CPU tensors.
+
+        Args:
+            op: `all_gather`, `reduce_scatter` or `broadcast`.
+            nbytes: Bytes of the pieces of all ranks together.
+            root: Sending rank of a broadcast.
+
+        Returns:
+            Collectives through shared memory on one node, or planned ones on several; None for the inner group.
+        """
         if self._node is not None:
             return self._node
         if (
@@ -302,7 +339,16 @@ class GradwireGroup(DelegatingGroup):
     def _summing(
         self, op: object, tensors: list[Tensor], nbytes: int
     ) -> tuple[NodeCollectives | PlannedCollectives | None, float]:
-        """What runs a reduce_scatter, and the factor that makes a plain sum of `op`; None as for `_exact`."""
+        """Returns what runs a reduce_scatter, and the factor on each contribution with which a plain sum gives `op`.
+
+        Args:
+            op: Reduce op.
+            tensors: Tensors of the call that are checked for their dtype.
+            nbytes: Bytes of the pieces of all ranks together.
+
+        Returns:
+            (collectives or None for the inner group, as for `_exact`; factor).
+        """
         scale = None if self._planned is None else self._planned.scale(op, tensors)
         if scale is None:
             return None, 1.0
@@ -313,6 +359,7 @@ class GradwireGroup(DelegatingGroup):
         return self._exact(REDUCE_SCATTER, nbytes), scale
 
     def _is_alike(self, source: Tensor, outputs: list[Tensor]) -> bool:
+        """Returns whether there is one output for each rank, with the shape and dtype of the source."""
         return len(outputs) == self.size() and all(
             output.shape == source.shape and output.dtype == source.dtype for output in outputs
         )

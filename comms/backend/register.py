@@ -1,4 +1,4 @@
-"""Makes the names "gradwire" and `mpi://` known to torch.distributed; it runs at the end of `import torch`."""
+"""Registers the backend "gradwire" and the rendezvous `mpi://` with torch.distributed, at the end of `import torch`."""
 
 import logging
 from collections.abc import Iterator
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
     from gradwire.comms.backend.process_group import GradwireGroup
 
 NAME = "gradwire"
+"""Name of the backend."""
 SCHEME = "mpi"
+"""Scheme of the rendezvous URL, `mpi://`."""
 
 log = logging.getLogger("gradwire")
 
 
 def register() -> None:
-    """Registers the backend and the rendezvous `mpi://` once, and GRADWIRE_HOOK's hook where that is set.
+    """Registers the backend and the rendezvous `mpi://` once, and what environment variables switch on.
 
-    Does nothing where torch was built without torch.distributed.
+    These are the automatic hook (GRADWIRE_HOOK) and the watch (GRADWIRE_WATCH). It does nothing if torch was
+    built without torch.distributed.
 
-    Called by torch itself (entry point `torch.backends`), by `import gradwire` where torch is already there, and on
-    the first use of gradwire's names.
+    It is called by torch itself (entry point `torch.backends`), by `import gradwire` if torch is already imported, and
+    on the first use of gradwire's names.
     """
     import torch.distributed as dist
 
@@ -42,6 +45,7 @@ def register() -> None:
 
 
 def _register_rendezvous() -> None:
+    """Registers the handler of `mpi://`; one that another package has registered stays."""
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     try:
@@ -51,14 +55,16 @@ def _register_rendezvous() -> None:
 
 
 def _meet_by_mpi(url: str, **options: Any) -> "Iterator[tuple[TCPStore, int, int]]":
-    # Not in register(): mpi4py is loaded where somebody asks for it.
+    """Calls `mpi_launch.rendezvous`, the handler of `mpi://`, with torch's arguments."""
+    # Imported here, so that mpi4py is loaded only in programs that use `mpi://`.
     from gradwire.comms.bootstrap.mpi_launch import rendezvous
 
     return rendezvous(url, **options)
 
 
 def _create(options: object, backend_options: object = None) -> "GradwireGroup":
-    # Not in register(), which an older torch calls as well, for programs that never ask for this backend.
+    """Calls `process_group.create` with torch's arguments, after a check of torch's version."""
+    # Not in register(), which runs for programs, also with an older torch, that never use this backend.
     from gradwire.comms.bootstrap.requirement import require_torch
 
     require_torch()

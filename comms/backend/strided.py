@@ -1,10 +1,10 @@
-"""CPU tensors in the shape in which gloo takes them: contiguous, and of one of its dtypes.
+"""Makes CPU tensors what gloo can take: contiguous, and of one of its dtypes.
 
 ProcessGroupGloo of torch 2.13 reads and writes `numel` elements from a tensor's first one on, whatever its strides:
 gaps are summed and sent too, and wrong elements are added up where strides differ between ranks. So a strided tensor
 travels as a contiguous copy. Whether one is made concerns this rank alone: what goes over the wire is the same.
 
-What only moves has any dtype: one that gloo does not know travels as the bytes that it is made of.
+Tensors that are only moved, not added, may have any dtype: one that gloo does not know travels as bytes.
 """
 
 from dataclasses import dataclass, field
@@ -17,13 +17,15 @@ from gradwire.comms.bootstrap.compat import GLOO_DTYPES
 
 @dataclass(slots=True)
 class Packing:
-    """What travels in the place of CPU tensors. NCCL refuses strided tensors itself.
+    """Replaces a call's CPU tensors by tensors that gloo takes, and copies results back.
+
+    CUDA tensors are left as they are: NCCL refuses strided ones itself.
 
     Attributes:
-        moves: The tensors are moved only, and may travel as bytes.
-        flat: They are taken as the elements that they hold, in order, whatever their shapes.
-        copies: The tensors that travel as copies, and the copies.
-        changes: Whether anything but the tensor itself travels, for one of them.
+        moves: True if the collective only moves tensors, so that they may travel as bytes.
+        flat: True if the collective does not look at shapes, so that tensors travel as 1-D.
+        copies: (tensor, its contiguous copy) of each tensor that travels as a copy.
+        changes: True if anything but the tensor itself travels for at least one of them.
     """
 
     moves: bool = False
@@ -32,7 +34,12 @@ class Packing:
     changes: bool = False
 
     def pack(self, argument: object) -> object:
-        """What takes the place of a tensor, of a list (of lists) of them, or of any other argument: itself."""
+        """Returns what is passed on in place of one argument of a call.
+
+        Args:
+            argument: A tensor, or a list or tuple of arguments, whose tensors are replaced; anything else is returned
+                as it is.
+        """
         match argument:
             case list() | tuple():
                 return [self.pack(each) for each in argument]
@@ -41,6 +48,7 @@ class Packing:
         return argument
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        """Returns what travels in place of a dense CPU tensor: itself, a view, or a view of a copy."""
         packed = plain(tensor)
         if packed is not tensor:
             self.copies.append((tensor, packed))
@@ -52,25 +60,28 @@ class Packing:
         return packed
 
     def copy_back(self) -> None:
-        """Overwrites the tensors that travelled as copies with what has become of these."""
+        """Overwrites each tensor that travelled as a copy with the content of its copy."""
         for tensor, copy in self.copies:
             overwrite(tensor, copy)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's memory holds its elements in order, and not their conjugates or negatives."""
+    """Returns whether a tensor is contiguous, and no lazy conjugate or negative of its memory."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy in whose memory its elements lie in order."""
+    """Returns the tensor itself if `is_plain`, else a contiguous copy."""
     return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def overwrite(tensor: Tensor, value: Tensor) -> None:
-    """Copies `value` into `tensor` (a leaf, an inference tensor or any other; any strides), unseen by autograd.
+    """Copies `value` into `tensor`, unseen by autograd.
 
-    Elements of an expand()ed tensor that share their memory take the first one's value.
+    Args:
+        tensor: Tensor that is overwritten; may be a leaf or an inference tensor, with any strides. Elements that share
+            their memory, after expand(), take the first one's value.
+        value: Tensor of the same shape.
     """
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         for dimension, (numel, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -80,7 +91,7 @@ def overwrite(tensor: Tensor, value: Tensor) -> None:
 
 
 def tensors_in(argument: object) -> list[Tensor]:
-    """The tensor, or those in a list (of lists), one after the other; none in any other argument."""
+    """Returns the tensors in an argument of a call, in order: a tensor itself, those in nested lists, or none."""
     match argument:
         case Tensor():
             return [argument]

@@ -1,4 +1,4 @@
-"""A collective of gradwire's own in the shape that torch expects of a process group: a `Work` around a future."""
+"""Wraps collectives in the `Work` objects that torch expects of a process group."""
 
 import threading
 from collections.abc import Callable
@@ -14,15 +14,17 @@ from gradwire.comms.streams import IssuedWork
 from gradwire.comms.transport.works import WAIT_MARGIN
 
 FutureTensors = torch.futures.Future[list[Tensor]]
+"""Future whose value is the list of a collective's output tensors."""
 
 
 class FutureWork(dist.Work):
-    """What `dist.all_reduce(..., async_op=True)` returns.
+    """Wraps the future of a collective of gradwire's own; `dist.all_reduce(..., async_op=True)` returns it.
 
     Args:
-        future: Done when the collective is; its value is the list of output tensors, as DDP's reducer expects.
-        timeout: The group's: `wait` ends by then and `WAIT_MARGIN`.
-        passed: On CUDA, where the future is done as soon as all is issued: a moment behind the collective.
+        future: Future that is done when the collective is (CUDA: when all of it has been issued). Its value is the list
+            of output tensors, as DDP's reducer expects.
+        timeout: Timeout of the group; `wait` ends at the latest after it and `WAIT_MARGIN`.
+        passed: On CUDA, an event or a work that is reached when the device has done the collective; None on CPUs.
     """
 
     def __init__(
@@ -37,7 +39,10 @@ class FutureWork(dist.Work):
         """Blocks until done (CUDA: makes the current stream wait); raises what the collective raised.
 
         Args:
-            timeout: None, zero or less waits as long as the group's own time-out and `WAIT_MARGIN` allow.
+            timeout: Longest wait; None, zero or less takes the group's timeout and `WAIT_MARGIN`.
+
+        Returns:
+            True.
 
         Raises:
             RuntimeError: The collective failed, or is not done in time.
@@ -53,27 +58,34 @@ class FutureWork(dist.Work):
         return True
 
     def get_future(self) -> FutureTensors:
-        """The future whose value is the list of output tensors."""
+        """Returns the future whose value is the list of output tensors."""
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return (or raise) at once; on CUDA whether the device has come to its end."""
+        """Returns whether `wait` would return (or raise) at once; on CUDA, whether the device is done with it."""
         if self._passed is not None:
             return bool(self._passed.query())
         return self._future.done()
 
     def wait_on_host(self, timeout: timedelta | None = None) -> None:
-        """Blocks the host until done, on CUDA too; the time-out as of `wait`."""
+        """Blocks the host until the collective is done, also on CUDA.
+
+        Args:
+            timeout: As for `wait`. On CUDA it does not limit the wait for the device.
+
+        Raises:
+            RuntimeError: As for `wait`.
+        """
         self.wait(timeout)
         if self._passed is not None:
             self._passed.synchronize()
 
     def is_success(self) -> bool:
-        """Whether it is done and did not fail."""
+        """Returns whether the collective is done and did not fail."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """What `wait` would raise; None while under way and after success."""
+        """Returns what `wait` would raise; None while the collective is in flight and after success."""
         if self.is_completed():
             try:
                 self._future.value()
@@ -82,7 +94,7 @@ class FutureWork(dist.Work):
         return None
 
     def result(self) -> list[Tensor]:
-        """The output tensors of a collective that is done."""
+        """Returns the output tensors; the collective must be done, and its error is raised if it failed."""
         return self._future.value()
 
     def synchronize(self) -> None:
@@ -94,18 +106,21 @@ class FutureWork(dist.Work):
         self.wait()
 
     def _done_within(self, timeout: timedelta) -> bool:
+        """Waits for the future, and returns whether it is done before the timeout."""
         done = threading.Event()
         self._future.add_done_callback(lambda _: done.set())
         return done.wait(timeout.total_seconds())
 
 
 class WatchedWork(dist.Work):
-    """The work of a collective of torch's own on a CPU, which hears of no failure but of its own connections.
+    """Wraps the work of a collective of torch's own on a CPU, so that its `wait` hears of failures elsewhere.
+
+    Torch's own work notices only failures of its connections.
 
     Args:
-        work: What torch's group returned.
-        wait: Waits for it so many seconds, or as long as the group's own time-out allows; see
-            `Communicator.run_collective`.
+        work: Work that torch's group returned.
+        wait: Waits for `work`, for the given seconds or, given None, as long as the group's timeout allows; see
+            `Communicator.run_collective`. Raises if the collective failed or time is up.
     """
 
     def __init__(self, work: dist.Work, wait: Callable[[float | None], object]) -> None:
@@ -113,20 +128,23 @@ class WatchedWork(dist.Work):
         self._work = work
         self._wait = wait
         self._ended = False
-        """Whether it was waited for until its end: some of gloo's works never say so themselves."""
+        """True once a wait has reached the collective's end; some of gloo's works never report that themselves."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the results are there.
 
         Args:
-            timeout: None or zero waits as long as the group's own time-out allows.
+            timeout: Longest wait; None, zero or less takes the group's timeout.
+
+        Returns:
+            True.
 
         Raises:
-            RuntimeError: The collective failed, another rank has given up, or it is not done within `timeout`.
+            RuntimeError: The collective failed, another rank has aborted, or it is not done in time.
         """
         try:
             self._wait(timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None)
-        except UnfinishedError:  # goes on
+        except UnfinishedError:  # still in flight
             raise
         except BaseException:
             self._ended = True
@@ -135,32 +153,32 @@ class WatchedWork(dist.Work):
         return True
 
     def get_future(self) -> FutureTensors:
-        """A future of the tensors that were written.
+        """Returns the future of the output tensors.
 
         Raises:
-            RuntimeError: Torch's work has none.
+            RuntimeError: Torch's work has no future.
         """
         return self._work.get_future()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
+        """Returns whether `wait` would return (or raise) at once."""
         return self._ended or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it is done and did not fail."""
+        """Returns whether the collective is done and did not fail."""
         return self.is_completed() and self._work.is_success()
 
     def exception(self) -> Exception | None:
-        """What `wait` would raise, as torch's work reports it."""
+        """Returns the error that torch's work reports; None if there is none."""
         error: Exception | None = self._work.exception()
         return error
 
     def result(self) -> list[Tensor]:
-        """The tensors that were written."""
+        """Returns the output tensors."""
         return self._work.result()
 
     def synchronize(self) -> None:
-        """The same as `wait`: the tensors are on the CPU."""
+        """Does what `wait` does: the tensors are on the CPU."""
         self.wait()
 
     def block_current_stream(self) -> None:
@@ -168,12 +186,17 @@ class WatchedWork(dist.Work):
         self.wait()
 
     def _source_rank(self) -> int:
-        """Whose message has come, where that was left open."""
+        """Returns the rank whose message was received, for a receive from any rank."""
         return self._work._source_rank()
 
 
 def _wait_for(work: dist.Work, seconds: float | None) -> None:
-    """Waits for a work of the inner group, which has a deadline of its own where no seconds are given."""
+    """Waits for a work of the inner group.
+
+    Args:
+        work: The work.
+        seconds: Longest wait; None takes the work's own timeout.
+    """
     if seconds is None:
         work.wait()
     else:
@@ -181,19 +204,20 @@ def _wait_for(work: dist.Work, seconds: float | None) -> None:
 
 
 class PackedWork(WatchedWork):
-    """The work of a collective that was given copies; the results are there once it is seen to be done.
+    """Wraps the work of a collective that runs on copies of the user's tensors, and copies the results back.
 
-    Not every work of gloo has a future (reduce_scatter's has none), so the first caller copies the results back.
+    Not every work of gloo has a future (reduce_scatter's has none), so the results are copied back by the first call of
+    `wait`, `is_completed` or `result` that finds the collective done, or by the future.
 
     Args:
-        work: The collective's.
-        finish: Copies the results back and returns the tensors that were written; called once.
+        work: Work of the collective on the copies.
+        finish: Copies the results back, and returns the user's output tensors; called once.
     """
 
     def __init__(self, work: dist.Work, finish: Callable[[], list[Tensor]]) -> None:
         super().__init__(work, partial(_wait_for, work))
         self._finish = finish
-        self._lock = threading.Lock()  # Guards _outputs: `finish` is called once.
+        self._lock = threading.Lock()  # Guards _outputs, so that `finish` is called once.
         self._outputs: list[Tensor] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -207,29 +231,34 @@ class PackedWork(WatchedWork):
         return super().get_future().then(self._after)
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return (or raise) at once; if so, the results are there."""
+        """Returns whether `wait` would return (or raise) at once; if so, the results have been copied back."""
         done = super().is_completed()
         if done:
             self.result()
         return done
 
     def result(self) -> list[Tensor]:
-        """The output tensors of a collective that is done."""
+        """Returns the user's output tensors, with the results copied back; the collective must be done."""
         with self._lock:
             if self._outputs is None:
                 self._outputs = self._finish()
             return self._outputs
 
     def _after(self, done: FutureTensors) -> list[Tensor]:
+        """Copies the results back when the future is done, or raises its error; for `Future.then`."""
         done.value()
         return self.result()
 
 
 def finished(future: torch.futures.Future[Tensor], finish: Callable[[], list[Tensor]]) -> FutureTensors:
-    """A future that runs `finish` (local copies only, never a collective) when `future` is done well.
+    """Returns a future that runs `finish` when another one has succeeded.
+
+    Args:
+        future: Future of a collective.
+        finish: Copies results on this rank, and returns the output tensors; must not start a collective.
 
     Returns:
-        Its value is what `finish` returns; where `future` failed it raises with the same text.
+        Future with the value of `finish`. If `future` failed, it raises an error with the same text.
     """
 
     def then(done: torch.futures.Future[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Atomic replacement of files: a reader sees the old content or the new one, never a part.
+"""Replaces files atomically: a reader sees the old content or the new one, never a part.
 
 The bytes are written to a temporary file in the same folder, synced, and renamed over the old file; then the folder is
 synced. A full disk, a limit, a kill or a power cut at any moment leaves the old file or the new one. A process that is
@@ -17,16 +17,17 @@ from typing import BinaryIO
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object], *, lasting: bool = True) -> None:
-    """Replace a file atomically, or create it.
+    """Replaces a file atomically, or creates it.
 
     Args:
         path: The file, in an existing folder. A symbolic link is followed. A pipe or a device is written to directly.
         write: Writes the content to the open file that it is given.
-        lasting: Sync to disk, so that the content survives a power cut; not needed for files that are rewritten often.
+        lasting: True syncs to disk, so that the content survives a power cut. Not needed for files that are rewritten
+            often.
 
     Raises:
         OSError: The file cannot be written. The old file is unchanged and no temporary file is left.
-        Exception: An error of `write`; likewise.
+        Exception: `write` raised it. The old file is unchanged and no temporary file is left.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -51,11 +52,12 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object], *, lasting: bo
 
 
 def replace_text(path: Path, text: str, *, lasting: bool = True) -> None:
-    """Replace a file with a text in UTF-8; see `replace_file`."""
+    """Replaces a file with a text in UTF-8, or creates it; see `replace_file`."""
     replace_file(path, lambda file: file.write(text.encode()), lasting=lasting)
 
 
 def _sync_folder(folder: Path) -> None:
+    """Syncs a folder to disk, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

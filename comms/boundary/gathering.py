@@ -1,4 +1,4 @@
-"""Gather bytes and records of different lengths from the ranks of a process group, without pickles.
+"""Gathers bytes and records of different lengths from the ranks of a process group, without pickles.
 
 torch's object collectives unpickle what other ranks send, so any process that passes for a rank could run code on all
 others. Here bytes are gathered, to be read with `messages` or `torch.load(weights_only=True)`.
@@ -15,16 +15,16 @@ from gradwire.comms.boundary.messages import MessageError, MessageType
 T = TypeVar("T")
 
 MOST_NBYTES = 1 << 40
-"""Maximum bytes of one rank."""
+"""Most bytes that one rank may contribute."""
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup | None, receiver: int | None = None) -> list[bytes]:
-    """Gather bytes of each rank of a group; every rank calls it.
+    """Gathers bytes of each rank of a group; every rank calls it.
 
     Args:
         own: Bytes of this rank, of any length.
-        group: The ranks; None takes the default group.
-        receiver: Group rank that receives them; None sends them to all ranks.
+        group: Process group of the ranks; None takes the default group.
+        receiver: Rank of the group that receives them; None sends them to all ranks.
 
     Returns:
         The bytes of each rank, in the order of the group's ranks; empty on ranks that do not receive.
@@ -57,25 +57,25 @@ MOST_RECORD_NBYTES = 64 << 20
 
 
 def gather_records(own: T, group: dist.ProcessGroup | None = None, *, most_nbytes: int = MOST_RECORD_NBYTES) -> list[T]:
-    """Gather one dataclass instance from each rank of a group, as JSON; every rank calls it.
+    """Gathers one dataclass instance from each rank of a group, as JSON; every rank calls it.
 
     Args:
         own: Record of this rank; its class declares the message, with field types that `MessageType` supports.
-        group: The ranks; None takes the default group.
-        most_nbytes: Maximum size of one rank's record.
+        group: Process group of the ranks; None takes the default group.
+        most_nbytes: Most bytes of one rank's record as JSON.
 
     Returns:
         The records in the order of the group's ranks.
 
     Raises:
-        MessageError: A rank sent something else than such a record.
+        MessageError: A rank sent no such record, or one that is too long.
     """
     message: MessageType[T] = MessageType(type(own), most_nbytes=most_nbytes)
     return [message.read(each) for each in gather_bytes(message.write(own).encode(), group)]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the device for a group's tensors: the CPU if it supports that."""
+    """Returns the device for a group's tensors: the CPU if the group supports it, else the current CUDA device."""
     if "cpu" in device_types_of(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,8 +1,8 @@
-"""The one parser of what other processes say: JSON of a declared type, of bounded size and depth, with finite numbers.
+"""Parses messages of other processes: JSON of a declared type, of bounded size and depth, with finite numbers.
 
 A message is declared by a type, as a dataclass declares its fields: `MessageType(tuple[Port, tuple[str, ...], str])`.
 Whatever the bytes are, `MessageType.read` either returns a value of exactly that type or raises a `MessageError`, which
-a caller answers by dropping who has said it. `inflated` does the same for compressed bytes.
+on which the caller drops the sender. `inflated` does the same for compressed bytes. No other code parses messages.
 """
 
 import dataclasses
@@ -19,28 +19,30 @@ from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, Union, g
 T = TypeVar("T")
 
 MOST_NBYTES = 1 << 20
-"""Bytes of a message, unless its declaration allows more: 4,096 ranks' numbers and the shapes of a model fit."""
+"""Most bytes of a message, unless its declaration gives another limit: the numbers of 4,096 ranks fit, and the shapes
+of a model."""
 
 MOST_DEPTH = 32
-"""Arrays and objects inside each other. The deepest message of gradwire, a watch's word, has 6."""
+"""Most levels of nested arrays and objects. The deepest message of gradwire, one of a watch, has 6."""
 
 MOST_DIGITS = 20
-"""Digits of a whole number: 2**64 has 20. Python takes time in the square of the digits."""
+"""Most digits of a whole number: 2**64 has 20. The time to parse one grows with the square of its digits."""
 
 WHOLE = (-(1 << 63), (1 << 64) - 1)
-"""The range of a whole number whose declaration names none: what C++ and tensors hold."""
+"""Least and greatest whole number if the declaration gives no range: what int64 and uint64 hold together."""
 
 _PARTS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
-"""A string, which may hold brackets, or a bracket. A string that does not end reaches to the end: one pass in all."""
+"""Matches a string of JSON, with any brackets in it, or a bracket outside strings. A string without an end matches to
+the end of the text, so that one pass suffices."""
 
 
 class MessageError(ValueError):
-    """Bytes of another process are not the message that was expected: drop whoever has said them."""
+    """Raised if bytes of another process are not the expected message; the caller drops the sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """The least and the greatest value of a number, both allowed: `Annotated[int, Within(0, 65535)]`."""
+    """Limits a number to a range, both ends included: `Annotated[int, Within(0, 65535)]`."""
 
     least: float
     most: float
@@ -48,39 +50,43 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """The greatest length of a text, an array or an object: `Annotated[str, Most(100)]`."""
+    """Limits the length of a text, an array or an object: `Annotated[str, Most(100)]`."""
 
     length: int
 
 
 Port = Annotated[int, Within(0, (1 << 16) - 1)]
-"""A port of TCP or UDP; 0 for none."""
+"""Port of TCP or UDP; 0 for none."""
 Rank = Annotated[int, Within(0, (1 << 31) - 1)]
 """A rank's number in its group."""
 Count = Annotated[int, Within(0, (1 << 63) - 1)]
-"""How many of something."""
+"""Number of things, from 0 on."""
 Address = Annotated[str, Most(256)]
 """An IP address or a host's name (RFC 1035 has 255 characters)."""
 Addresses = Annotated[tuple[Address, ...], Most(64)]
-"""Those of one host."""
+"""Addresses of one host."""
 Kernel = Annotated[str, Most(256)]
-"""What `own_kernel` returns."""
+"""Text that identifies a running kernel, as `own_kernel` returns it."""
 
 _Check = Callable[[object, str], Any]
-"""Returns the value as the declared type has it, or raises a `MessageError` that names the place."""
+"""(parsed JSON, its place in the message) -> the value in its declared type; raises a `MessageError` that names the
+place if it has another type."""
 
 
 class MessageType(Generic[T]):
-    """What one kind of message is.
+    """Declares one kind of message by the type of its value, and reads and writes such messages.
 
     Args:
-        kind: The type of its value: built of None, bool, int, float, str, `Literal`, tuple, list, set, dict, Counter,
+        kind: Type of the value, built of None, bool, int, float, str, `Literal`, tuple, list, set, dict, Counter,
             Mapping, Sequence, unions, `Annotated` with `Within` and `Most`, dataclasses (an object with their fields),
             and `object` for any value of JSON. An int without `Within` is in `WHOLE`. A float may be written as a whole
             number. Keys of an object are str, or int for decimal digits; a mapping with other keys is an array of
             (key, value).
-        most_nbytes: Bytes that a message has at most.
-        finite: Whether infinity and NaN are refused, in the words that Python's json has for them.
+        most_nbytes: Most bytes of a message (characters, if it is read from a str).
+        finite: Whether infinities and NaN are refused; if not, they are written as Python's json writes them.
+
+    Raises:
+        TypeError: No message can have this type.
     """
 
     def __init__(self, kind: object, *, most_nbytes: int = MOST_NBYTES, finite: bool = True) -> None:
@@ -90,37 +96,44 @@ class MessageType(Generic[T]):
 
     @staticmethod
     def write(value: object) -> str:
-        """Return `value`, built of the types that a message may have, as the JSON that `read` takes."""
+        """Returns the JSON text of a value, which `read` takes.
+
+        Args:
+            value: Built of the types that a message may have.
+        """
         return json.dumps(_plain(value))
 
     def read(self, said: bytes | str) -> T:
-        """Reads one message.
+        """Parses one message, and returns its value in the declared type.
 
         Args:
-            said: UTF-8 or text.
+            said: The message, as UTF-8 or as text.
 
         Raises:
-            MessageError: It is something else.
+            MessageError: It is no such message.
         """
         return self.check(parsed(said, most_nbytes=self._most_nbytes, finite=self._finite))
 
     def check(self, value: object) -> T:
-        """Checks a value that was a part of another message.
+        """Checks a value that was parsed already, as a part of another message, and returns it in the declared type.
+
+        Args:
+            value: Parsed JSON.
 
         Raises:
-            MessageError: It is something else.
+            MessageError: It is not of the declared type.
         """
         found: T = self._check(value, "it")
         return found
 
 
 def parsed(said: bytes | str, *, most_nbytes: int = MOST_NBYTES, finite: bool = True) -> object:
-    """Reads JSON of any kind: None, bool, int, float, str, list and dict.
+    """Parses JSON of any type into None, bool, int, float, str, list and dict.
 
     Args:
-        said: UTF-8 or text.
-        most_nbytes: Bytes (characters of a text) at most.
-        finite: Whether numbers must be finite; else Python's Infinity and NaN are read, too.
+        said: The JSON, as UTF-8 or as text.
+        most_nbytes: Most bytes (characters, of a text).
+        finite: Whether numbers must be finite; if not, Infinity and NaN as Python writes them are read, too.
 
     Raises:
         MessageError: It is no JSON, too long, too deep, or has a number that is too long or not finite.
@@ -143,10 +156,14 @@ def parsed(said: bytes | str, *, most_nbytes: int = MOST_NBYTES, finite: bool = 
 
 
 def inflated(packed: bytes, most_nbytes: int) -> bytes:
-    """Inflates what zlib has deflated, without ever holding more than `most_nbytes`.
+    """Decompresses zlib data, and refuses it before it takes much more memory than `most_nbytes`.
+
+    Args:
+        packed: Compressed bytes.
+        most_nbytes: Most bytes of the result.
 
     Raises:
-        MessageError: It is something else, has more, or bytes follow it.
+        MessageError: The data is no zlib data, is cut off, holds more, or has bytes behind its end.
     """
     reader = zlib.decompressobj()
     try:
@@ -161,6 +178,7 @@ def inflated(packed: bytes, most_nbytes: int) -> bytes:
 
 
 def _refuse_deep(text: str) -> None:
+    """Refuses JSON with more than `MOST_DEPTH` levels of arrays and objects, before it is parsed."""
     if text.count("[") + text.count("{") <= MOST_DEPTH:
         return
     depth = 0
@@ -173,27 +191,39 @@ def _refuse_deep(text: str) -> None:
 
 
 def _whole(digits: str) -> int:
+    """Returns the whole number that json has found; refuses one with too many digits."""
     if len(digits) > MOST_DIGITS:
         raise MessageError(f"a message has a whole number of {len(digits)} digits; wanted at most {MOST_DIGITS}")
     return int(digits)
 
 
 def _finite(digits: str) -> float:
+    """Returns the float that json has found; refuses one that is too large for a float."""
     if not math.isfinite(value := float(digits)):
         raise MessageError(f"a message has the number {digits[:40]}, which is not finite")
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
+    """Refuses the constants Infinity, -Infinity and NaN."""
     raise MessageError(f"a message has the number {name}, which is not finite")
 
 
 def _refuse(value: object, place: str, wanted: str) -> NoReturn:
+    """Raises the `MessageError` for a value at a place of a message, with what was wanted there."""
     raise MessageError(f"a message is not as expected: {place} is {repr(value)[:60]}; wanted {wanted}")
 
 
 def _check_of(kind: Any, finite: bool) -> _Check:
-    """Makes the check of a type; once for a declaration."""
+    """Returns the check of a type, with the limits of `Annotated`; made once for each declaration.
+
+    Args:
+        kind: The type.
+        finite: Whether floats must be finite.
+
+    Raises:
+        TypeError: No message can have this type.
+    """
     limits: tuple[object, ...] = ()
     if get_origin(kind) is Annotated:
         kind, *rest = get_args(kind)
@@ -205,6 +235,7 @@ def _check_of(kind: Any, finite: bool) -> _Check:
 
 
 def _check_of_plain(kind: Any, finite: bool) -> _Check:
+    """Returns the check of a type that is not `Annotated`; see `_check_of`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is object or kind is Any:
         return lambda value, place: value
@@ -239,6 +270,8 @@ def _check_of_plain(kind: Any, finite: bool) -> _Check:
 
 
 def _limited(check: _Check, limit: object) -> _Check:
+    """Returns a check that also applies a `Within` or a `Most`; any other annotation changes nothing."""
+
     def limited(value: object, place: str) -> Any:
         found = check(value, place)
         if isinstance(limit, Within) and not limit.least <= found <= limit.most:
@@ -251,27 +284,30 @@ def _limited(check: _Check, limit: object) -> _Check:
 
 
 def _int(value: object, place: str) -> int:
+    """Checks a whole number without a range of its own."""
     if isinstance(value, bool) or not isinstance(value, int) or not WHOLE[0] <= value <= WHOLE[1]:
         _refuse(value, place, "a whole number of 64 bits")
     return value
 
 
 def _float(value: object, place: str, finite: bool) -> float:
+    """Checks a number, and returns it as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float) or (finite and not math.isfinite(value)):
         _refuse(value, place, "a finite number")
     return float(value)  # of `MOST_DIGITS` digits at most: it fits
 
 
 def _literal(value: object, allowed: Sequence[object], place: str) -> object:
+    """Checks that a value is one of a few, with the same type: True is not 1."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         _refuse(value, place, f"one of {', '.join(map(repr, allowed))}")
     return value
 
 
 def _either(checks: Sequence[_Check]) -> _Check:
-    """The first of several that takes a value; what the last one says where none does.
+    """Returns a check for a union: that of the first type that takes the value; the last one's error if none does.
 
-    No error is kept: with its frames, and what those of the callers hold, it would be a circle.
+    Errors of the others are not kept: an error refers to its frames, which would refer to it.
     """
 
     def either(value: object, place: str) -> Any:
@@ -286,6 +322,8 @@ def _either(checks: Sequence[_Check]) -> _Check:
 
 
 def _row(checks: Sequence[_Check]) -> _Check:
+    """Returns a check for an array with one entry for each check; it makes a tuple."""
+
     def row(value: object, place: str) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(checks):
             _refuse(value, place, f"an array of {len(checks)}")
@@ -297,6 +335,8 @@ def _row(checks: Sequence[_Check]) -> _Check:
 
 
 def _array(check: _Check, made: type[list[Any]] | type[tuple[Any, ...]]) -> _Check:
+    """Returns a check for an array of any length whose entries pass `check`; it makes a `made`."""
+
     def array(value: object, place: str) -> Any:
         if not isinstance(value, list):
             _refuse(value, place, "an array")
@@ -307,6 +347,7 @@ def _array(check: _Check, made: type[list[Any]] | type[tuple[Any, ...]]) -> _Che
 
 
 def _set(check: _Check) -> _Check:
+    """Returns a check for an array of different values; it makes a set."""
     array = _array(check, tuple)
 
     def found(value: object, place: str) -> Any:
@@ -316,6 +357,7 @@ def _set(check: _Check) -> _Check:
 
 
 def _pairs(key: _Check, check: _Check) -> _Check:
+    """Returns a check for an array of (key, value) with different keys; it makes a dict."""
     array = _array(_row((key, check)), tuple)
 
     def mapped(value: object, place: str) -> dict[Any, Any]:
@@ -329,6 +371,7 @@ def _pairs(key: _Check, check: _Check) -> _Check:
 
 
 def _unique(found: Sequence[Any], value: object, place: str) -> set[Any]:
+    """Returns the set of some values; refuses `value`, the JSON that they came from, if two are equal."""
     try:
         unique = set(found)
     except TypeError:  # a declaration with `object` inside: this value of it cannot be hashed
@@ -339,15 +382,17 @@ def _unique(found: Sequence[Any], value: object, place: str) -> set[Any]:
 
 
 def _mapping(parts: Sequence[Any], finite: bool) -> _Check:
+    """Returns a check for an object, given the types of its keys (str or int) and its values."""
     return _object(parts[0] is int, _check_of(parts[1], finite))
 
 
 def _made_into(made: Callable[[Any], Any], check: _Check) -> _Check:
+    """Returns a check that passes what another check returns to `made`."""
     return lambda value, place: made(check(value, place))
 
 
 def _plain(value: object) -> object:
-    """Return `value` as what JSON has: dataclasses and mappings as objects, sets as arrays."""
+    """Returns a value in types of JSON: dataclasses and mappings as dicts, sets as sorted lists."""
     if dataclasses.is_dataclass(value):
         return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value) if each.init}
     if isinstance(value, Mapping):
@@ -362,6 +407,8 @@ def _plain(value: object) -> object:
 
 
 def _object(numbered: bool, check: _Check) -> _Check:
+    """Returns a check for an object whose values pass `check`; with `numbered` its keys are made ints."""
+
     def mapped(value: object, place: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
             _refuse(value, place, "an object")
@@ -375,12 +422,14 @@ def _object(numbered: bool, check: _Check) -> _Check:
 
 
 def _key(key: str, place: str) -> int:
+    """Returns a key of decimal digits as an int."""
     if not (key.isascii() and key.isdigit() and len(key) <= MOST_DIGITS):
         _refuse(key, place, "keys of decimal digits")
     return int(key)
 
 
 def _fields(kind: Any, finite: bool) -> _Check:
+    """Returns a check for an object with the fields of a dataclass; those with defaults may be missing."""
     hints = get_type_hints(kind, include_extras=True)
     fields = [each for each in dataclasses.fields(kind) if each.init]
     checks = {each.name: _check_of(hints[each.name], finite) for each in fields}

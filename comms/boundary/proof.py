@@ -1,8 +1,8 @@
-"""How a process shows another one that it knows a secret, without saying it.
+"""Proves to another process that this one knows a secret, without sending the secret.
 
-Both ends draw a nonce, and the proof is an HMAC over both (challenge and response, ISO/IEC 9798-4; RFC 2104): what was
-captured on the way proves nothing in another connection, and tells nothing of the secret. The two directions have words
-of their own, so that an answer is never taken for a question.
+Both ends draw a nonce, and the proof is an HMAC over both (challenge and response, ISO/IEC 9798-4; RFC 2104): a proof
+that was captured is worth nothing in another connection, and reveals nothing of the secret. Each direction proves
+another word, so that an answer cannot be used as a question.
 
 What comes over a connection after that is neither signed nor encrypted: see SECURITY.md.
 """
@@ -11,29 +11,36 @@ import hmac
 import secrets
 
 NONCE_NBYTES = 16
-"""Bytes of a nonce: two of them are alike once in 2**64 connections."""
+"""Bytes of a nonce: equal ones are to be expected only after some 2**64 connections."""
 
 PROOF_NBYTES = 32
 """Bytes of a proof: HMAC-SHA-256."""
 
 
 def new_nonce() -> bytes:
-    """Draws a nonce for one connection."""
+    """Returns a new random nonce, for one connection."""
     return secrets.token_bytes(NONCE_NBYTES)
 
 
 def proof_of(secret: bytes, what: str, *said: bytes) -> bytes:
-    """Return a proof that the sender of a message knows a secret.
+    """Returns a proof that the sender of a message knows a secret: an HMAC over all arguments.
 
     Args:
-        secret: Which.
-        what: What is proved, in a word that differs between the two directions.
-        said: Both nonces, and what has to be as it was said.
+        secret: The secret.
+        what: Name of what is proved; differs between the two directions of a connection.
+        said: The nonces of both ends, and the content that must arrive unchanged.
     """
     parts = (what.encode(), *said)
     return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256")
 
 
 def is_proved(proof: bytes, secret: bytes, what: str, *said: bytes) -> bool:
-    """Return whether a proof equals that of `proof_of`, compared in constant time."""
+    """Returns whether a received proof is that of `proof_of` for the same other arguments; compares in constant time.
+
+    Args:
+        proof: Proof that was received.
+        secret: As for `proof_of`.
+        what: As for `proof_of`.
+        said: As for `proof_of`.
+    """
     return hmac.compare_digest(proof, proof_of(secret, what, *said))
