@@ -72,14 +72,17 @@ class BackwardTracker:
         return False
 
     def backward_ended(self, *, inside: bool = False) -> bool:
-        """Records the end of a backward pass: that of the step, or a nested one before the last bucket.
+        """Records autograd's callback at the end of a backward pass, and decides whether the step ends with it.
+
+        The pass may be the step's own, or one nested in it, such as that of a checkpoint. A nested pass uses up the
+        callback, so the last bucket ends the step then.
 
         Args:
-            inside: Whether the pass is known to be nested. If unknown, a pass before the last bucket counts as nested
-                only if DDP marks the last bucket.
+            inside: Whether the pass is known to be nested. If False, a pass that ends before the last bucket counts as
+                nested if DDP marks the last bucket, and otherwise as the step's own.
 
         Returns:
-            Whether this ends the step.
+            Whether this ends the step; False also if no step is in progress.
         """
         if self.state is StepState.LAST_BUCKET_CAME or (self.in_step and not self.marks_last_bucket and not inside):
             self.state = StepState.BETWEEN_STEPS

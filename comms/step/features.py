@@ -124,7 +124,7 @@ class OptionalMembers:
         """Admits the processes that wait to join; the model calls it before each forward pass in elastic training."""
 
     def _step_options(self, weights: "SampleWeights | None") -> None:
-        """Passes on what the user has set for the step that begins."""
+        """Copies the user's number of samples to the listener that weighs gradients; None: nothing to do."""
         if weights is not None:
             weights.count = self._samples
 
@@ -179,9 +179,16 @@ def follow_backward(
 
 
 def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesAgreement) -> None:
-    """Measures links as far as `config` says, and has listeners go on with it; before plans are settled.
+    """Measures the links between ranks as `config` asks, and adds listeners that measure on during the first steps.
 
-    Not for ranks that go on in elastic training: those that have learned the links have said what they give.
+    Called before `RankPlans.settle` chooses a plan; not for the sessions after a change of the ranks in elastic
+    training, where the rates come from the ranks that have measured them.
+
+    Args:
+        listeners: Listeners of the new session.
+        communicator: Communicator of the ranks; its link rates are changed in place.
+        config: Options: `probe`, `fusion` and `elastic` count.
+        consensus: Makes what the ranks decide together by.
     """
     if config.learns_cuts or config.probe:
         from gradwire.comms.links.probe import probe
@@ -211,16 +218,17 @@ def compare_loaded(
     changed: bool = False,
     kept: str = "",
 ) -> None:
-    """Has the ranks compare what they have loaded.
+    """Adds the listener that checks that all ranks have loaded the same state; nothing to do for a single rank.
 
     Args:
-        listeners: Of the communicator.
-        communicator: Of the ranks.
-        source: What is loaded into.
-        consensus: Makes what they decide by.
-        changed: Other ranks were there before: those that join have loaded nothing, so only what is loaded from now on
-            is compared.
-        kept: What this rank keeps, in a word: ranks are compared with those alone that keep the same.
+        listeners: Listeners of the new session.
+        communicator: Communicator of the ranks.
+        source: Object that states are loaded into.
+        consensus: Makes what the ranks compare by, through the store.
+        changed: Whether the ranks have changed in elastic training: processes that join have loaded nothing, so only
+            states loaded from now on are compared.
+        kept: Kind of state that this rank keeps, in a word: only ranks with the same word are compared with each
+            other. Empty compares all.
     """
     if communicator.size > 1:
         from gradwire.comms.step.loaded import LoadConsistencyCheck
@@ -233,7 +241,7 @@ def compare_loaded(
 
 
 def weigh_by_samples(listeners: Listeners, communicator: Communicator, config: Config) -> "SampleWeights | None":
-    """What tells each step's weights with `reduction="samples"`; else None."""
+    """Adds and returns the listener that weighs gradients by samples; None without `reduction="samples"`."""
     if config.sums.kind != SAMPLES:
         return None
     from gradwire.comms.step.samples import SampleWeights
@@ -246,7 +254,17 @@ def weigh_by_samples(listeners: Listeners, communicator: Communicator, config: C
 def watch_steps(
     listeners: Listeners, communicator: Communicator, config: Config, group: "dist.ProcessGroup | None"
 ) -> tuple[StepWatch, Observer]:
-    """Notes how long steps take, for `advise()`; and who is late, what hangs, a timeline, metrics, where asked for."""
+    """Adds the listeners that time steps for `advise()`, and that observe ranks (stragglers, hangs, traces, metrics).
+
+    Args:
+        listeners: Listeners of the new session.
+        communicator: Communicator of the ranks.
+        config: Options that say what is observed.
+        group: Process group of the model; None if it is not known.
+
+    Returns:
+        Both listeners.
+    """
     watch, observer = StepWatch(communicator.clock), Observer(communicator, config, group)
     listeners.add(STEP_WATCH, watch)
     listeners.add(OBSERVER, observer)
@@ -254,14 +272,16 @@ def watch_steps(
 
 
 def learn_cuts(listeners: Listeners, communicator: Communicator, fusion: "Fusion", name: str, model: object) -> None:
-    """Learns in the first steps what should travel together (with `fusion="auto"` or a file).
+    """Adds the listener that learns in the first steps where to cut the gradients into all-reduces.
+
+    Does nothing unless `fusion` is "auto" or a file.
 
     Args:
-        listeners: Of the communicator.
-        communicator: Of the ranks.
-        fusion: Whose cuts are changed.
-        name: Of the state in the store.
-        model: What a file of cuts is kept by: the shapes of the parameters.
+        listeners: Listeners of the new session.
+        communicator: Communicator of the ranks.
+        fusion: Grouping of buckets; its cuts are changed in place.
+        name: Name of the hook state in the store.
+        model: Model whose parameter shapes identify it in a file of cuts.
     """
     if communicator.config.learns_cuts:
         from gradwire.comms.autotune.cuts import LearnsCuts

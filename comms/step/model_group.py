@@ -82,7 +82,7 @@ def checked_group(
 
 
 def _owners(parameter: Tensor) -> list[DistributedDataParallel]:
-    """The DDP models that average a parameter's gradient."""
+    """Returns the living DDP models that average a parameter's gradient."""
     return [
         model
         for model in ddp_models()
@@ -100,7 +100,7 @@ def _only_group(owners: Sequence[DistributedDataParallel]) -> dist.ProcessGroup 
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...] | int:
-    """A group's ranks in the default group, in ascending order; of a group that torch has not made, its identity."""
+    """Returns the ranks of a group in the default group, ascending; the `id` of a group that torch has not made."""
     return tuple(sorted(dist.get_process_group_ranks(group))) if is_known(group) else id(group)
 
 

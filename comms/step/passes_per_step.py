@@ -88,7 +88,14 @@ class PassesPerStep(StepListener):
         self._passes += not self._compression.is_idle
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Counts a step of an optimizer of this model; one of a second optimizer belongs to the same step."""
+        """Records that an optimizer steps: counts how many steps in a row came after several averaged passes.
+
+        Ignored if the optimizer has none of this model's parameters, or if no pass came since the last step: then it is
+        a second optimizer of the same training step.
+
+        Args:
+            optimizer: Any optimizer of the process, just before its step.
+        """
         if self._passes == 0 or not any(
             id(each) in self._parameters for group in optimizer.param_groups for each in group["params"]
         ):

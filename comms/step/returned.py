@@ -136,7 +136,7 @@ class ReturnedGradients(StepListener):
                 self._watch(each)
 
     def _with_momentum(self, layout: Layout) -> tuple[bool, ...]:
-        """Whether a momentum is kept of each parameter of a layout."""
+        """Returns for each parameter of a layout whether the compressor keeps its momentum."""
         folded = {
             item.name
             for compressor, part in planned(self._compression.compressor).parts(layout)
@@ -146,7 +146,10 @@ class ReturnedGradients(StepListener):
         return tuple(item.name in folded for item in layout.slices)
 
     def _holds_average(self, parameter: Tensor) -> bool:
-        """Whether a parameter whose bucket is handed over holds the average of an earlier pass."""
+        """Returns whether a parameter's `.grad` holds the average of an earlier pass, as its bucket is handed over.
+
+        False if the versions do not tell; then the parameters are watched from the next pass on.
+        """
         before = self._returned.pop(id(parameter), None)
         if before is None or not before.is_kept:
             return False
@@ -159,7 +162,7 @@ class ReturnedGradients(StepListener):
         return bool(parameter.grad.any())
 
     def _watch(self, parameter: Tensor) -> None:
-        """Has `_before_accumulation` called before each accumulation into a parameter's `.grad`."""
+        """Registers a hook with autograd that calls `_before_accumulation` before `.grad` is accumulated into."""
         # The node refers to its hooks from C++, which the garbage collector does not follow: no hook may hold `self`.
         node: Any = get_gradient_edge(parameter).node
         own, key = weakref.ref(self), id(parameter)
@@ -171,7 +174,11 @@ class ReturnedGradients(StepListener):
         self._handles[key] = node.register_prehook(hook)
 
     def _before_accumulation(self, before: _Returned) -> None:
-        """Looks at a `.grad` that is about to be accumulated into for the first time since it was returned."""
+        """Notes a parameter whose `.grad` holds an average (is not zero) before the first accumulation into it.
+
+        Args:
+            before: The `.grad` as it was handed over.
+        """
         parameter, grad = before.parameter, before.parameter.grad
         if grad is None or not before.is_kept:
             return
@@ -182,7 +189,7 @@ class ReturnedGradients(StepListener):
 
 
 def keeps_momentum(compression: "Compression") -> bool:
-    """Whether a compressor folds in the optimizer's momentum, of whatever parameters."""
+    """Returns whether a compressor keeps the optimizer's momentum, for at least some parameters."""
     return any(getattr(each, "momentum", 0.0) for each in planned(compression.compressor).every())
 
 

@@ -22,30 +22,31 @@ if TYPE_CHECKING:
     from gradwire.comms.step.samples import SampleWeights
 
 WINDOW = 8
-"""Steps whose median says how fast a rank is: one or two that stray, for a checkpoint say, change nothing."""
+"""Number of steps whose median is a rank's speed: one or two slow ones, because of a checkpoint say, change nothing."""
 
 FIRST_STEPS = 3
-"""First steps, which say nothing: they hold start-up."""
+"""Number of first steps that are not measured, because they include start-up."""
 
 LEAST_GAIN = 0.03
-"""Share of a step that new shares must save: less is noise of a median of 8 steps, and shares would go to and fro."""
+"""Part of a step's time that another assignment must save: less is noise of a median of 8 steps, and ranks would get
+now more samples and now fewer."""
 
 SAVED = ("length", "batch_size", "shuffle", "seed", "drop_last")
-"""What must be the same where a state is loaded: with these each batch of all ranks holds the same samples."""
+"""Attributes of the sampler that must equal those of a loaded state: they decide which samples each batch holds."""
 
 
 def shares_of(total: int, speeds: Sequence[float]) -> list[int]:
-    """SampleAssigner out samples so that the last rank is ready as early as can be; each gets one at least.
+    """Returns how many samples of a batch each rank gets, so that the slowest rank is done as early as possible.
 
-    Each sample in turn goes to the rank that would be ready with it first, the lowest of equals: no other way of
-    dealing makes the longest n_i / speed_i shorter, as a late rank gets no more while another would be sooner.
+    Each rank gets at least one. Each further sample goes to the rank that would be done with it first, the lowest rank
+    if several would: no other assignment has a smaller maximum of n_i / speed_i.
 
     Args:
-        total: Samples.
-        speeds: Of each rank, in samples a second, or any unit.
+        total: Number of samples in the batch.
+        speeds: Speed of each rank, in samples a second or any other unit.
 
     Returns:
-        Samples of each rank, in their order; they sum up to `total`.
+        Number of samples of each rank, by rank; they add up to `total`.
 
     Raises:
         ValueError: There are fewer samples than ranks, or a speed is no positive number.
@@ -70,10 +71,10 @@ def shares_of(total: int, speeds: Sequence[float]) -> list[int]:
 
 
 class MeasuredSpeeds:
-    """How fast each rank is, from what all ranks have told.
+    """Measures the speed of each rank from the times that all ranks report in each step.
 
     Args:
-        ranks: How many.
+        ranks: Number of ranks.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -81,18 +82,26 @@ class MeasuredSpeeds:
         self._heard = 0
 
     def hear(self, told: Sequence[Told]) -> None:
-        """Takes in one step; one in which a rank has nothing to say is left out."""
+        """Adds the reports of one step; ignores the step if a rank has no time or no samples to report.
+
+        Args:
+            told: Report of each rank, by rank.
+        """
         self._heard += 1
         if self._heard > FIRST_STEPS and all(each.seconds > 0 and each.samples_then > 0 for each in told):
             for rates, each in zip(self._rates, told, strict=True):
                 rates.append(each.samples_then / each.seconds)
 
     def better(self, batch_size: int, speeds: Sequence[float]) -> tuple[float, ...] | None:
-        """Speeds by which shares would be worth a change from those by `speeds`; None before a window is full.
+        """Returns the measured speeds if an assignment by them is worth a change, and starts a new window.
 
         Args:
-            batch_size: Of all ranks together.
+            batch_size: Number of samples of all ranks together.
             speeds: Speed of each rank by which samples are assigned now.
+
+        Returns:
+            Speed of each rank in samples a second; None if the window of steps is not full yet, or if a step would
+            become shorter by less than `LEAST_GAIN`.
         """
         if any(len(rates) < WINDOW for rates in self._rates):
             return None
@@ -110,11 +119,11 @@ Assignment = tuple[int, tuple[float, ...]]
 
 
 class HasWeights(Protocol):
-    """A session of ranks whose gradients samples weigh."""
+    """The part of a session that the sampler uses."""
 
     @property
     def weights(self) -> "SampleWeights | None":
-        """What tells each step's weights; None where all ranks weigh alike."""
+        """The listener that weighs gradients by samples; None if all ranks have equal weights."""
 
     @property
     def communicator(self) -> "HasPlace":
@@ -122,15 +131,15 @@ class HasWeights(Protocol):
 
 
 class HasPlace(Protocol):
-    """A rank among others."""
+    """The part of a communicator that the sampler uses: which of how many ranks this one is."""
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """This rank's number, from 0."""
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of ranks."""
 
 
 class WeighsBySamples(Protocol):
@@ -140,10 +149,11 @@ class WeighsBySamples(Protocol):
 
 
 class SpeedBatchSampler(Sampler[list[int]]):
-    """A batch sampler that gives each rank as many samples as it is fast: `DataLoader(..., batch_sampler=...)`.
+    """Gives each rank samples in proportion to its speed: a batch sampler for `DataLoader(..., batch_sampler=...)`.
 
-    Every sample of an epoch goes to exactly one rank. Shares are equal at first; later they follow what each rank needs
-    for a sample, from the end of one step's sums to its last gradient of the next, as all ranks have seen it::
+    Every sample of an epoch goes to exactly one rank. All ranks get equally many at first; later their numbers follow
+    the time that each rank needs for a sample, from the end of one step's all-reduces to its last gradient of the next.
+    All ranks know all of these times::
 
         state = gradwire.HookState(model, reduction="samples")
         sampler = gradwire.data.SpeedBatchSampler(dataset, 256, state)
@@ -204,12 +214,12 @@ class SpeedBatchSampler(Sampler[list[int]]):
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Batches in an epoch; the same on all ranks."""
+        """Returns the number of batches in an epoch; the same on all ranks."""
         whole, rest = divmod(self.length, self.batch_size)
         return whole if self.drop_last or (whole and rest < self._ranks) else whole + 1
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's part of each batch of an epoch, as indices into the data set; from where a loaded state stood."""
+        """Yields this rank's part of each batch of an epoch, as indices into the data set; resumes a loaded state."""
         count, order = len(self), self._order()
         start, first = self._rounds * count, self._first
         self._rounds, self._first = self._rounds + 1, 0
@@ -220,10 +230,14 @@ class SpeedBatchSampler(Sampler[list[int]]):
             yield self._part(order, batch, start + batch)
 
     def shares(self, place: int | None = None) -> list[int]:
-        """Samples of each rank in a whole batch: the next one that is drawn here, or that of a place.
+        """Returns how many samples each rank gets in a full batch.
 
         Args:
-            place: Batches since this sampler was made, or its state loaded; of this epoch or later.
+            place: Number of the batch, counted from 0 in the epoch in which this sampler was made or loaded and
+                counted on in later epochs; of this epoch or later. None means the next batch that this rank draws.
+
+        Returns:
+            Number of samples of each rank, by rank; they add up to `batch_size`.
         """
         return shares_of(self.batch_size, self._speeds_at(self._next if place is None else place))
 
@@ -239,7 +253,12 @@ class SpeedBatchSampler(Sampler[list[int]]):
         return zlib.crc32(repr((settings, self._epoch, self._assignments)).encode())
 
     def heard(self, told: Sequence[Told]) -> None:
-        """Takes in what all ranks have told, and takes up new shares at the first batch that none has drawn.
+        """Adds the reports of all ranks, and changes the assignment of samples if that is worth it.
+
+        A new assignment begins with the first batch that no rank has drawn.
+
+        Args:
+            told: Report of each rank on the step that begins, by rank; the same on all ranks.
 
         Raises:
             ValueError: On all ranks: their assignments differ.
@@ -267,11 +286,11 @@ class SpeedBatchSampler(Sampler[list[int]]):
         """Returns the position in the epoch and the assignment of its samples; the same on all ranks.
 
         Args:
-            batches: Of this epoch that were trained with; None takes all that were drawn, which are more where a
-                DataLoader's workers draw ahead.
+            batches: Number of batches of this epoch that were trained with; None takes all that were drawn, which are
+                more if a DataLoader's workers draw ahead.
 
         Raises:
-            ValueError: So many have not been drawn.
+            ValueError: `batches` is negative, or more than were drawn.
         """
         count = len(self)
         start = max(self._rounds - 1, 0) * count
@@ -292,12 +311,16 @@ class SpeedBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Goes on where `state_dict` stood; on all ranks, with the same state, before the epoch is iterated over.
+        """Resumes at the position of a saved state; on all ranks, with the same state, before the epoch is iterated.
 
-        On another number of ranks shares are equal again: batches hold what they would have held.
+        If the state was saved on another number of ranks, all ranks get equally many samples again; each batch of all
+        ranks holds the same samples.
+
+        Args:
+            state: Result of `state_dict`.
 
         Raises:
-            ValueError: The state is of other data, or of other batches; or it is none of a SpeedBatchSampler.
+            ValueError: The state is for other data or other batches, or is no state of a SpeedBatchSampler.
         """
         missing = [name for name in (*SAVED, "epoch", "batch", "assignments") if name not in state]
         if missing:
@@ -327,7 +350,13 @@ class SpeedBatchSampler(Sampler[list[int]]):
         return list(torch.randperm(self.length, generator=generator, device="cpu").tolist())
 
     def _part(self, order: Sequence[int], batch: int, place: int) -> list[int]:
-        """This rank's part of a batch: a run of it, behind those of the ranks before."""
+        """Returns this rank's part of a batch, which follows those of the lower ranks.
+
+        Args:
+            order: Indices of the epoch's samples, in the order in which they are drawn.
+            batch: Number of the batch in the epoch.
+            place: Number of the batch as in `shares`.
+        """
         start = batch * self.batch_size
         last = batch == len(self) - 1 and not self.drop_last
         whole = order[start:] if last else order[start : start + self.batch_size]

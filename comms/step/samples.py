@@ -1,10 +1,10 @@
-"""Gradients weighed by samples: how many each rank's are the mean of, told to all ranks beside a step's first bucket.
+"""Weighs gradients by samples: ranks exchange how many samples each one's gradients are the mean of, in each step.
 
 With n_i samples on rank i and N on all of them, the average over samples is the sum of (n_i / N) g_i. So each rank
-scales by n_i / N before anything is narrowed, and the ranks sum: plans, casts, compressors and what these hold back see
-a contribution like any other. N must be known before the first bucket travels. It comes with a
-small exchange that starts when the first bucket arrives; buckets wait for it beside backward, which goes on. On CUDA
-the host waits for it at the last bucket, as it has to issue what follows; no GPU has run that.
+scales by n_i / N before any conversion to a narrower dtype, and the ranks sum: for plans, casts, compressors and their
+residuals it is a contribution like any other. N must be known before the first bucket is sent. It comes with a small
+exchange that starts when the first bucket arrives; buckets wait for it while backward goes on. On CUDA the host waits
+for it at the last bucket, as it has to issue what follows; no GPU has run that.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradwire.comms.communicator import Communicator
 
 UNKNOWN = -1.0
-"""What a rank says of a number that it does not have."""
+"""Value that a rank reports for a number that it does not know."""
 
 NOT_SAID = (
     "`reduction` is samples, and rank {ranks} has not said how many samples its gradients are the mean of; wanted "
@@ -36,14 +36,15 @@ NO_SAMPLES = (
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one rank has told all others as a step began.
+    """The report that one rank sends to all others as a step begins.
 
     Attributes:
-        samples: Of the step; `UNKNOWN` where it has not said.
-        seconds: It has worked in an earlier step, waits for others left out; `UNKNOWN` where that was not timed.
-        samples_then: Of that step.
-        place: Of the sampler: the next batch that it will draw.
-        assignment: Checksum of how the sampler assigns samples to ranks; the same on all ranks.
+        samples: Number of samples in its gradients of this step; `UNKNOWN` if the user has set none.
+        seconds: Seconds that it worked in an earlier step, without waits for other ranks; `UNKNOWN` if not timed.
+        samples_then: Number of its samples in that earlier step; `UNKNOWN` if that step was not timed.
+        place: Number of the next batch that its sampler will draw; 0 without a sampler.
+        assignment: Checksum of the sampler's assignment of samples to ranks, which must be equal on all ranks; 0
+            without a sampler.
     """
 
     samples: float
@@ -58,25 +59,28 @@ class SampleAssigner(Protocol):
 
     @property
     def place(self) -> int:
-        """The next batch that will be drawn here."""
+        """Number of the next batch that this rank will draw, counted on from epoch to epoch.
+
+        The ranks change to a new assignment at the largest of their places: a batch that none has drawn.
+        """
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of how the next batches are assigned."""
+        """CRC-32 of the settings and of the assignment of samples to ranks; equal on consistent ranks."""
 
     def heard(self, told: Sequence[Told]) -> None:
-        """Takes in what all ranks have told, in their order; the same on all of them, once a step."""
+        """Receives the reports of all ranks, by rank; called once a step, with the same reports on all ranks."""
 
 
 class SampleWeights(StepListener):
-    """One rank's weight in each step, and what waits for it.
+    """Scales each step's gradients by this rank's weight n_i / N, and holds them back until the weight is known.
 
     Args:
-        communicator: Of the gradients.
+        communicator: Communicator of the gradients.
 
     Attributes:
-        count: Samples that this rank's next gradients are the mean of; None where it was not said.
-        scale: n_i / N of the step.
+        count: Number of samples in this rank's next gradients, which are their mean; None if the user has set none.
+        scale: Weight n_i / N of the present step; 0.0 before the first.
         assigner: Receives the reports of all ranks in each step; None if no sampler balances the samples.
     """
 
@@ -97,26 +101,30 @@ class SampleWeights(StepListener):
         return self.assigner is not None
 
     def step_began(self, steps: int) -> None:
-        """Starts the exchange of the step that begins; see `StepListener.step_began`."""
+        """Starts to send this rank's report to all ranks; see `StepListener.step_began`."""
         count = UNKNOWN if self.count is None else float(self.count)
         seconds, then = self._worked()
         place, checksum = (0, 0) if self.assigner is None else (self.assigner.place, self.assigner.checksum)
         self._shared = Shared(self._communicator, [count, seconds, then, float(place), float(checksum)])
 
     def step_ended(self, step: EndedStep) -> None:
-        """Notes when the buckets of a step came and went."""
+        """Records the times of a step's buckets, for the report on this rank's speed."""
         count = UNKNOWN if self.count is None else float(self.count)
         self._steps.append((count, [bucket.times for bucket in step.buckets]))
 
     def due(self, launches: Sequence[AllReduce], *, wait: bool) -> Sequence[AllReduce]:
-        """What may travel now, in order: nothing, as long as the step's weights have not come.
+        """Returns the all-reduces that may start now, in order, with their gradients scaled by this rank's weight.
 
         Args:
-            launches: That are to travel after what waits.
-            wait: Have the host wait for the weights.
+            launches: All-reduces to start after those that are held back; their parts are scaled in place.
+            wait: Whether the host waits for the weights of the step.
+
+        Returns:
+            All held all-reduces and `launches`; none as long as the weights are not known.
 
         Raises:
-            ValueError: On all ranks alike: one has not said its samples, or none has any.
+            ValueError: On all ranks: a rank has not set its samples, or all have 0; or their samplers differ.
+            RuntimeError: This rank's sampler has drawn batches meanwhile; see `SpeedBatchSampler.heard`.
         """
         self._held += launches
         if self._shared is not None:
@@ -131,9 +139,9 @@ class SampleWeights(StepListener):
         return due
 
     def weigh(self, gradient: Tensor) -> None:
-        """Scales a gradient by n_i / N in place, before anything is narrowed.
+        """Scales a gradient by n_i / N in place, before any conversion to a narrower dtype.
 
-        Not as the factor of a collective: ranks that share memory scale what they read, all by the same number.
+        The factor of a collective cannot do that: ranks that share memory scale what they read by one number.
 
         Args:
             gradient: Floating-point or complex, dense or torch.sparse_coo.
@@ -159,10 +167,13 @@ class SampleWeights(StepListener):
             self.assigner.heard(told)
 
     def _worked(self) -> tuple[float, float]:
-        """Seconds of this rank's work in the newest step that all is known of, and its samples.
+        """Measures this rank's work in the newest step whose times are complete.
 
-        From the moment at which the step before it was reduced to the arrival of its own last bucket: in between nobody
-        waits for another rank.
+        PLACEHOLDER
+                of its own last bucket: in between no rank waits for another.
+
+                Returns:
+                    Seconds of work, and the number of samples in them; (`UNKNOWN`, `UNKNOWN`) if times are missing.
         """
         if len(self._steps) < 2 + self._communicator.clock.lag:
             return UNKNOWN, UNKNOWN

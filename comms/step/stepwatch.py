@@ -1,4 +1,4 @@
-"""What a running job shows about itself: how long a step is, and how long it waits for buckets."""
+"""Times the steps of a running job: how long a step takes, and how long it waits for buckets."""
 
 import statistics
 from collections import deque
@@ -11,19 +11,20 @@ from gradwire.comms.streams import Clock, HostClock, Mark
 
 STEPS_KEPT = 50
 LEAST_SPREAD = 4
-"""Steps from which on it is said how far apart they are."""
+"""Number of timed steps from which on `Observed.middle_half` is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Medians over the last steps of one rank.
+    """Median times of the last steps of one rank.
 
     Attributes:
-        step_seconds: From the end of a backward pass to the end of the next.
-        backward_seconds: From the first bucket to the end of the backward pass: the part that can hide communication.
-        exposed_seconds: From the end of the backward pass to the last reduced bucket.
-        steps: How many steps that is.
-        middle_half: Between which two times the middle half of the whole steps lie, where that is known.
+        step_seconds: Seconds from the end of a backward pass to the end of the next one.
+        backward_seconds: Seconds from the first bucket to the end of the backward pass: the part that can hide
+            communication.
+        exposed_seconds: Seconds from the end of the backward pass to the end of the last bucket's all-reduce.
+        steps: Number of steps that the medians are of.
+        middle_half: First and third quartile of `step_seconds`; None with fewer than `LEAST_SPREAD` steps.
     """
 
     step_seconds: float
@@ -34,15 +35,15 @@ class Observed:
 
     @property
     def headroom_seconds(self) -> float:
-        """The step without communication: what no plan and no compressor can go below."""
+        """Seconds of a step without exposed communication: no plan and no compressor can make it shorter."""
         return max(self.step_seconds - self.exposed_seconds, 0.0)
 
 
 class StepWatch(StepListener):
-    """Watches the steps of one rank.
+    """Times the steps of one rank, and returns medians of the last `STEPS_KEPT`.
 
     Args:
-        clock: The one that buckets carry the times of; the host's where None is given.
+        clock: Clock of the times in buckets; None is the host's.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -52,19 +53,19 @@ class StepWatch(StepListener):
         self._running: tuple[Mark, Mark, Sequence[Times]] | None = None
 
     def step_ended(self, step: EndedStep) -> None:
-        """Notes the end of a step; of one that was not timed nothing is said, nor about the one before it."""
+        """Records the end of a step; a step that was not timed drops the one before it too."""
         if step.timed:
             self.note([bucket.times for bucket in step.buckets])
         else:
             self._ended = self._running = None
 
     def note(self, buckets: Sequence[Times]) -> None:
-        """Notes the end of a backward pass that was timed.
+        """Records the end of a timed backward pass, and adds the times of the step before it.
 
-        The step before it is complete only now: its last bucket may have been reduced after its own end.
+        That one is complete only now: its last all-reduce may have ended after its backward pass.
 
         Args:
-            buckets: Times of those of the step that ends now, in the order in which they arrived.
+            buckets: Times of the buckets of the step that ends now, in the order of their arrival.
         """
         now, between = self._clock.now(), self._clock.between
         if self._running is not None:
@@ -77,7 +78,7 @@ class StepWatch(StepListener):
         self._ended = now
 
     def observed(self) -> Observed | None:
-        """Medians of the last steps; None before the third."""
+        """Returns the medians of the last steps; None before three timed steps in a row have ended."""
         if not self._steps:
             return None
         step, backward, exposed = (statistics.median(column) for column in zip(*self._steps, strict=True))
