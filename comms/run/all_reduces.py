@@ -132,10 +132,10 @@ class Bucket:
         """Makes a bucket that arrives now, with an open future.
 
         Args:
-            flat: As the attribute.
-            layout: As the attribute.
+            flat: Gradients, 1-D and contiguous; averaged in place.
+            layout: Place of each parameter in `flat`; None if the bucket is never compressed.
             arrived: Time of arrival; None if the step is not timed.
-            index: As the attribute.
+            index: Position among the buckets of its step.
         """
         return cls(flat, layout, Times(arrived), None if flat.is_cuda else torch.futures.Future(), index=index)
 

@@ -43,8 +43,8 @@ class Executor(ABC):
         failures: Handler of the first failure on this rank.
 
     Attributes:
-        stats: See above.
-        failures: See above.
+        stats: Counters of bytes and times, one set for each phase.
+        failures: Handler of the first failure on this rank.
         launches: Number of all-reduces started so far.
         carried: On CUDA, the index of the first bucket of each of the last 256 all-reduces.
         checking: On CUDA, whether the averages of compressed buckets are checked for NaN and infinity; see `extremes`.
@@ -85,7 +85,7 @@ class Executor(ABC):
             scale: Factor on every rank's contribution, applied before any conversion to a narrower dtype.
             flush: Whether to send uncompressed, with the compressor's residuals added.
             hold: On CUDA, whether the last all-gathers may wait until the next `start`, or `release`.
-            after: Factor on the sum.
+            after: Factor on the sum of all contributions.
 
         Raises:
             RuntimeError: The executor is closed.
@@ -140,14 +140,21 @@ class Executor(ABC):
             layout: Place of each parameter in the bucket.
             rank_plan: The bucket's plan: gives the elements that this rank compresses.
             device: Device of the bucket.
-            ask: See `migration.migrate`.
+            ask: Whether the ranks of the node first ask each other whether there is state to move; see
+                `migration.migrate`.
         """
         if self._programs.compresses and rank_plan.shares_ownership:
             self._start_migration(self._programs.migrate(layout, rank_plan.compressed_shards(), device, ask))
 
     @abstractmethod
     def _start_migration(self, steps: Iterator[Hop]) -> None:
-        """Queues a coroutine that moves compression state behind the all-reduces started so far."""
+        """Starts a coroutine of `Programs.migrate`, to run after the all-reduces started so far and before the next.
+
+        On a CPU it is queued for the first lane; on CUDA it is advanced to its end before this returns.
+
+        Args:
+            steps: Coroutine that moves compression state (residuals and the like) between the ranks of this node.
+        """
 
     @abstractmethod
     def close(self, seconds: float | None = None) -> bool:
@@ -203,14 +210,18 @@ class Executor(ABC):
 
     @abstractmethod
     def interrupt(self, error: Exception) -> None:
-        """Aborts everything in flight because of an error on this rank or another (on CUDA). Any thread."""
+        """Aborts everything in flight because of an error on this rank or another (on CUDA). Any thread.
+
+        Args:
+            error: The error; it becomes the cause of this rank's failure unless one is known already.
+        """
 
     @abstractmethod
     def raise_failure(self) -> None:
         """Raises the first failure that is known without asking the device (on CUDA).
 
         Raises:
-            CollectiveError: See `interrupt`.
+            CollectiveError: A collective has failed, or `interrupt` was called.
         """
 
     @abstractmethod

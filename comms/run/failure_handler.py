@@ -50,7 +50,7 @@ class FailureHandler:
 
         Args:
             where: Name of the collective, for the message.
-            members: Ranks that `error.missing` indexes.
+            members: Global ranks of the collective; `error.missing` holds indices into it.
             error: What the collective raised.
             first: Called before anything else, if nothing has failed before.
 

@@ -154,7 +154,7 @@ class LaneExecutor(Executor):
         return True
 
     def _join(self, seconds: float) -> None:
-        """Waits for the threads of all lanes, `seconds` at most."""
+        """Waits until the threads of all lanes have ended, or `seconds` have passed."""
         deadline = time.monotonic() + seconds
         for thread in list(self._threads.values()):  # others may be opened meanwhile
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -215,7 +215,12 @@ class LaneExecutor(Executor):
             del job
 
     def _step(self, job: _ChunkJob, lane: Lane) -> None:
-        """Waits for a job's works and runs it to its next hop or its end; through all hops if it stays."""
+        """Waits for a job's works and runs it until it changes to another lane or ends; errors go to its futures.
+
+        Args:
+            job: The job; its `hop` is set if it changes lanes. A job that stays is run through all lanes to its end.
+            lane: Lane of this thread.
+        """
         job.hop = None
         try:
             while True:
@@ -238,7 +243,16 @@ class LaneExecutor(Executor):
             self._fail(job, error)
 
     def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Hop | None:
-        """Does what `_step` does, and records the wait and the step as two spans of a trace."""
+        """Waits for a job's works and advances it once, as `_step` does, and records both as spans of a trace.
+
+        Args:
+            recorder: Recorder of the trace.
+            job: The job.
+            lane: Lane that the job is in.
+
+        Returns:
+            The next hop; None if the job has ended.
+        """
         track, number = f"lane {lane[0]}.{lane[1]}", -1 if job.run is None else job.run.number
         if job.works:
             with recorder.span(track, f"wait for {self._place_of(job)}", launch=number):
@@ -259,7 +273,7 @@ class LaneExecutor(Executor):
         return None
 
     def _place_of(self, job: _ChunkJob) -> str:
-        """Returns the phase that a job is in, `reduce_scatter intra_node`, or the name of one without a plan."""
+        """Returns the phase that a job is in, such as `reduce_scatter intra_node`; without a plan the job's name."""
         if job.run is None or job.name:
             return job.name
         phases = job.run.rank_plan.plan.phases
@@ -273,7 +287,7 @@ class LaneExecutor(Executor):
         self._give_up(job, self.failures.fail(self._place_of(job), self._programs.node, error))
 
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
-        """Completes a job's all-reduce with an error; later ends of its other chunks have no effect."""
+        """Completes the futures of a job's all-reduce with an error, once; its other chunks complete nothing later."""
         if job.run is None:
             return
         with self._lock:

@@ -64,7 +64,7 @@ class PhaseStats:
         level_names: Names of the cluster's levels, innermost first.
 
     Attributes:
-        clock: See above.
+        clock: Clock of the device.
         timing: Whether phases are timed from now on; always on a CPU.
         ended: On a CPU, receives the all-reduces that end; None keeps none.
         recorder: Recorder of a trace or a profiler; None if neither is on.
@@ -80,9 +80,10 @@ class PhaseStats:
         self._level_names = level_names
         self._rows: dict[PhaseKey, PhaseTotals] = {}
         self._issued: list[tuple[PhaseTotals, int, Mark, Mark]] = []
-        """On CUDA, phases of the previous step whose times are to be read: (totals, calls, began, ended)."""
+        """On CUDA, phases issued before the last `read_times`, whose times the next one reads: (totals, calls, began,
+        ended)."""
         self._being_issued: list[tuple[PhaseTotals, int, Mark, Mark]] = []
-        self._lock = threading.Lock()  # Guards _rows and the totals in it.
+        self._lock = threading.Lock()  # Guards _rows, the totals in it, and additions to _being_issued.
 
     def now(self) -> Mark | None:
         """Returns the time if phases are timed; else None."""

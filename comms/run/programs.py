@@ -119,7 +119,8 @@ class Programs:
             layout: Place of each parameter in a bucket.
             shards: Ranges of elements that this rank compresses.
             device: Device of the bucket.
-            ask: As for `migration.migrate`.
+            ask: Whether the ranks of the node first ask each other whether there is state to move; see
+                `migration.migrate`.
         """
         assert self._compressor is not None
         node = self._groups[(0, 0), self.node] if len(self.node) > 1 else None
@@ -131,7 +132,15 @@ class Programs:
     def _exact(
         self, flat: Tensor, part: PhasePart, lane: Lane, index: int, scale: float
     ) -> Generator[Hop, None, _Ended]:
-        """Issues the steps of an exact phase, each in a lane of its own."""
+        """Issues the steps of an exact phase, each in a lane of its own: a coroutine.
+
+        Args:
+            flat: 1-D tensor of the all-reduce, changed in place.
+            part: This rank's part in the phase.
+            lane: Lane of the first step.
+            index: Index of the phase in the plan.
+            scale: Factor on this rank's contribution, applied in the first step.
+        """
         works: list[Work] = []
         for number, step in enumerate(part.steps):
             if number:
@@ -146,7 +155,15 @@ class Programs:
     def _compressed(
         self, run: RunningAllReduce, part: PhasePart, lane: Lane, index: int, scale: float
     ) -> Generator[Hop, None, _Ended]:
-        """Runs the compressed phase: all shards of this rank advance together, each round in its own lane."""
+        """Runs a compressed phase, a coroutine: all shards of this rank advance together, each round in its own lane.
+
+        Args:
+            run: The all-reduce; its `flat` is changed in place.
+            part: This rank's part in the phase.
+            lane: Lane of the first round.
+            index: Index of the phase in the plan.
+            scale: Factor on this rank's contribution.
+        """
         compressor, (transfers,) = self._compressor, part.steps
         recorder = self._stats.recorder
         assert compressor is not None
@@ -217,7 +234,13 @@ class Programs:
         return group.reduce_scatter(view, transfer.bounds, scale)
 
     def _by_owners(self, steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
-        """Splits each all_reduce of a compressor into a reduce_scatter to unequal owners and an all_gather."""
+        """Splits each all_reduce of a compressor into a reduce_scatter to unequal owners and an all_gather.
+
+        Args:
+            steps: The compressor's requests.
+            shares: Weight of each member's part.
+            as_ring: Whether sums keep the order of gloo's ring with equal parts.
+        """
         for request in steps:
             collectives = (request,) if isinstance(request, Collective) else request
             sums = [each for each in collectives if each.op == ALL_REDUCE]

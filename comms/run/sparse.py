@@ -1,9 +1,10 @@
-"""Sums of sparse gradients (`nn.Embedding(sparse=True)`): first inside the nodes, then between them.
+"""Sums sparse gradients (`nn.Embedding(sparse=True)`): first inside the nodes, then between them.
 
-Each rank owns a share of the rows and receives those rows from the other ranks of its node, so a row that several of
-them have looked up leaves the node once. Owners of the same rows exchange them between the nodes, as rows or as a dense
-tensor, whichever is smaller, and send the sum to their node. Sizes depend on the batch, so ranks first exchange their
-numbers of rows, and every decision is made by ranks that have the same numbers.
+The first ranks of each node, as many as the smallest node has, each own a part of the rows, and receive those rows from
+the other ranks of their node: so a row that several of them have looked up leaves the node once. Owners of the same
+rows exchange them between the nodes, as rows or as a dense tensor, whichever is smaller, and send the sum to their
+node. Sizes depend on the batch, so ranks first exchange their numbers of rows, and every decision is made by ranks that
+have the same numbers.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -38,11 +39,11 @@ Book = Callable[[int, str, int, float], None]
 
 @dataclass(slots=True)
 class Rows:
-    """Some rows of a tensor, each once, in ascending order.
+    """Rows of a sparse gradient, each once, in ascending order of their keys.
 
     Attributes:
-        keys: Indices of the rows, int64, 1-D.
-        values: Their values, of shape (rows, width).
+        keys: Index of each row among all rows of the gradient, int64, 1-D; several sparse dimensions count as one.
+        values: Values of the rows, of shape (rows, elements of a row).
     """
 
     keys: Tensor
@@ -56,11 +57,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Assignment of rows to owners, and the ranks with which a rank exchanges them.
+    """Assigns the rows of a sparse gradient to owners, and names the ranks with which one rank exchanges rows.
 
     Attributes:
-        node: Ranks that sum among themselves first, with this one.
-        owners: Number of owners, the first ranks of the node; owner k owns the rows with `key % owners == k`.
+        node: Ranks of this rank's node, itself included, which sum among themselves first.
+        owners: Number of owners on each node, which are its first ranks; owner k owns the rows with
+            `key % owners == k`.
         rail: Owners of the same rows on all nodes, in the order of the nodes; empty for a rank that owns none.
     """
 
@@ -70,12 +72,13 @@ class Sharing:
 
     @classmethod
     def of(cls, cluster: Cluster, rank: int, plan: str) -> "Sharing":
-        """Makes the assignment for a plan.
+        """Returns the owners of a sparse gradient's rows for a plan, and this rank's place among them.
 
         Args:
             cluster: Placement of the ranks.
             rank: This rank.
-            plan: `flat` makes every rank a node of its own, `leader` has one owner a node; others use all ranks.
+            plan: Name of a plan: `flat` treats every rank as a node of its own; `leader` has one owner on each node;
+                any other has as many owners on each node as the smallest node has ranks.
         """
         nodes = tuple((each,) for each in range(cluster.size)) if plan == "flat" else cluster.nodes
         owners = 1 if plan == "leader" else min(map(len, nodes))
@@ -112,17 +115,17 @@ def sum_sparse(
 
     Args:
         sparse: torch.sparse_coo, floating-point, of one shape and dtype on all ranks; not changed.
-        groups: Where transports come from.
+        groups: Transports by lane and members.
         rank: This rank.
-        sharing: Who owns what.
+        sharing: Assignment of rows to owners, seen from this rank.
         scale: Factor on every rank's contribution.
-        as_dense: Whether rows travel between the nodes as a dense tensor; "auto": where that takes fewer bytes.
-        book: Counts what is sent.
+        as_dense: Whether rows travel between the nodes as a dense tensor; "auto" decides by the number of bytes.
+        book: Called for each collective, to count what this rank sends.
 
     Returns:
-        The coalesced sum, the same bits on all ranks: it holds every row that some rank has, those too whose values add
-        up to zero. float16 and bfloat16 rows are summed in float32 and rounded once a crossing; where they travel
-        dense, as the transport sums them.
+        The coalesced sum, the same bits on all ranks. It holds every row that at least one rank has, even if its values
+        add up to zero. float16 and bfloat16 rows are summed in float32 and rounded once inside the node and once
+        between nodes; as a dense tensor they are summed as the transport does it.
     """
     node, rail = sharing.node, sharing.rail
     sparse_dim, shape = sparse.sparse_dim(), sparse.shape
@@ -153,12 +156,18 @@ def _rows(sparse: Tensor, scale: float) -> Rows:
 
 
 def _owned(sharing: Sharing, rank: int, shape: Sequence[int]) -> range:
-    """Returns the number of rows that a rank owns, of all rows of the tensor."""
+    """Returns the keys of all rows that an owner owns, whether or not a rank has looked them up.
+
+    Args:
+        sharing: Assignment of rows to owners, seen from `rank`.
+        rank: An owner.
+        shape: Sizes of the sparse dimensions.
+    """
     return range(sharing.node.index(rank), prod(shape), sharing.owners)
 
 
 def _summed(parts: Sequence[Rows]) -> Rows:
-    """Sums some parts in their order. No part has a row twice, so all ranks get the same bits."""
+    """Sums the rows of several ranks, in the order given; each part has a row once, so all ranks get the same bits."""
     keys = torch.unique(torch.cat([part.keys for part in parts]))
     dtype, width = parts[0].values.dtype, parts[0].values.shape[1]
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -169,14 +178,33 @@ def _summed(parts: Sequence[Rows]) -> Rows:
 
 
 def _counts(transport: Transport, own: Sequence[int], like: Tensor) -> tuple[Tensor, Work]:
-    """Gathers some numbers of each rank of a group, as (ranks, numbers); valid once the work is done."""
+    """Starts to gather the numbers of rows of all ranks of a group.
+
+    Args:
+        transport: Transport of the group.
+        own: Numbers of this rank, equally many on all ranks.
+        like: Tensor on the device of the gradients.
+
+    Returns:
+        int64 tensor (ranks, numbers), valid once the work is done; and that work.
+    """
     source = torch.tensor(own, dtype=torch.int64, device=like.device)
     found = source.new_empty(transport.size, len(own))
     return found, transport.all_gather(found, source)
 
 
 def _to_owners(own: Rows, transport: Transport, owners: int, book: Book) -> Rows:
-    """Sends each row to its owner on this node, and sums the rows that this rank receives."""
+    """Sends each row to its owner on this node, and returns the sum of the rows that this rank receives.
+
+    Args:
+        own: Rows of this rank.
+        transport: Transport of the node's ranks.
+        owners: Number of owners on each node; see `Sharing`.
+        book: Counts what is sent.
+
+    Returns:
+        Sums of the rows that this rank owns; none on a rank that is no owner.
+    """
     size, width = transport.size, own.values.shape[1]
     owner = own.keys % owners
     parts = [(owner == place).nonzero().view(-1) for place in range(size)]
@@ -199,7 +227,16 @@ def _to_owners(own: Rows, transport: Transport, owners: int, book: Book) -> Rows
 def _between(
     own: Rows, groups: Groups, rail: tuple[int, ...], owned: range, as_dense: bool | str, book: Book
 ) -> Generator[Hop, None, Rows]:
-    """Sums the rows of an owner over the nodes."""
+    """Sums the rows of an owner over the nodes: a coroutine that ends in the last of `LANES`.
+
+    Args:
+        own: Sums of this node.
+        groups: Transports by lane and members.
+        rail: Owners of the same rows on all nodes.
+        owned: Keys of all rows that these ranks own.
+        as_dense: See `sum_sparse`.
+        book: Counts what is sent.
+    """
     size, width, element_nbytes = len(rail), own.values.shape[1], own.values.element_size()
     counts: list[int] = []
     if as_dense is True:
@@ -227,7 +264,16 @@ def _between(
 
 
 def _gathered(own: Rows, transport: Transport, counts: Sequence[int]) -> tuple[list[Rows], list[Work]]:
-    """Gathers the rows of every rank of a group; valid once the works are done."""
+    """Starts to gather the rows of every rank of a group.
+
+    Args:
+        own: Rows of this rank.
+        transport: Transport of the group.
+        counts: Number of rows of each rank.
+
+    Returns:
+        Rows of each rank, valid once the works are done; and those works.
+    """
     bounds = tuple(accumulate(counts, initial=0))
     width, start, stop = own.values.shape[1], bounds[transport.rank], bounds[transport.rank + 1]
     keys, values = own.keys.new_empty(bounds[-1]), own.values.new_empty((bounds[-1], width))

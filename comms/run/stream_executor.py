@@ -208,7 +208,7 @@ class StreamExecutor(Executor):
         return bucket.future is not None
 
     def _issue_rest(self, held: _HeldChunk) -> None:
-        """Issues the all-gathers of a chunk, and ends the all-reduce after its last chunk."""
+        """Issues the all-gathers of a chunk that was held back, and ends the all-reduce after its last chunk."""
         run = held.run
         with self._streams.of(held.number):
             _advance(held.steps, len(run.rank_plan.plan.phases) + 1)

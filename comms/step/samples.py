@@ -169,11 +169,11 @@ class SampleWeights(StepListener):
     def _worked(self) -> tuple[float, float]:
         """Measures this rank's work in the newest step whose times are complete.
 
-        PLACEHOLDER
-                of its own last bucket: in between no rank waits for another.
+        The work lasts from the end of the last all-reduce of the step before it to the arrival of its own last bucket:
+        in between this rank waits for no other one.
 
-                Returns:
-                    Seconds of work, and the number of samples in them; (`UNKNOWN`, `UNKNOWN`) if times are missing.
+        Returns:
+            Seconds of work, and the number of samples in them; (`UNKNOWN`, `UNKNOWN`) if times are missing.
         """
         if len(self._steps) < 2 + self._communicator.clock.lag:
             return UNKNOWN, UNKNOWN
