@@ -1,4 +1,4 @@
-"""This module models TCP over a link between CPU nodes with a long round trip or lost packets; see `over_distance`.
+"""Models TCP over a link between CPU nodes with a long round trip or lost packets; see `over_distance`.
 
 A TCP connection sends a window of W bytes in each round trip R. If packets are lost with probability p, the window is
 W = MSS sqrt(3 / (2 p)) on average. After a pause a connection starts with W_0 = ten packets and doubles its window in
@@ -40,7 +40,7 @@ MOST_ROUND_TRIP_SECONDS = 10.0
 
 
 def connections_for(round_trip_seconds: float, bytes_per_second: float) -> int:
-    """Return how many connections fill a path in one direction.
+    """Returns how many connections fill a path in one direction.
 
     Args:
         round_trip_seconds: Round trip between the two ranks.
@@ -56,7 +56,7 @@ def connections_for(round_trip_seconds: float, bytes_per_second: float) -> int:
 
 
 def connection_rate(round_trip_seconds: float, loss: float) -> float:
-    """Return the average rate of one connection in bytes per second; infinite without loss.
+    """Returns the average rate of one connection in bytes per second; infinite without loss or round trip.
 
     Args:
         round_trip_seconds: Round trip between its ends.
@@ -68,7 +68,7 @@ def connection_rate(round_trip_seconds: float, loss: float) -> float:
 
 
 def carried_together(bytes_per_second: float, connections: int, round_trip_seconds: float, loss: float) -> float:
-    """Return the rate of several connections on one link together, in bytes per second.
+    """Returns the rate of several connections on one link together, in bytes per second.
 
     With n connections of rate r on a link of rate L it is L / sqrt(1 + (L / n r)^2): close to n r if that is far below
     L, and close to L if it is far above. In between, some connections have just lost a packet and the others do not
@@ -86,7 +86,7 @@ def carried_together(bytes_per_second: float, connections: int, round_trip_secon
 
 
 def ramp_seconds(round_trip_seconds: float, bytes_per_second: float, connections: int) -> float:
-    """Return the extra seconds of a message after a pause, compared with a path that is full at once.
+    """Returns the extra seconds of a message after a pause, compared with a path that is full at once.
 
     Args:
         round_trip_seconds: Round trip of the path.
@@ -100,7 +100,7 @@ def ramp_seconds(round_trip_seconds: float, bytes_per_second: float, connections
 
 
 def over_distance(link: Link, nodes: int, round_trip_seconds: float, loss: float = 0.0) -> Link:
-    """Return a copy of a link between CPU nodes with the latency and rates that large buckets get over a round trip.
+    """Returns a copy of a link between CPU nodes with the latency and rates that large buckets get over a round trip.
 
     Two nodes exchange their tensors in half a round trip, and more nodes exchange twice. If the round trip is too short
     for gradwire's own connections, gloo sends the messages, and each takes a whole round trip, because the receiver

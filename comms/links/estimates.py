@@ -1,4 +1,4 @@
-"""This module holds the estimated rates of the links between ranks, and which decisions may use them.
+"""Holds the estimated rates of the links between ranks, and which decisions may use them.
 
 | origin | source | when | used for |
 |---|---|---|---|
@@ -48,7 +48,7 @@ class Links:
         return self.priced is not self.cluster
 
     def decide(self, levels: Sequence[Level]) -> None:
-        """Use measured rates for plans and predictions, instead of all other rates and of NCCL's own model.
+        """Uses measured rates for plans and predictions, instead of all other rates and of NCCL's own model.
 
         Args:
             levels: Levels of the cluster with the measured links.
@@ -57,7 +57,7 @@ class Links:
         self.shares, self.origin, self.decided = None, PROBED, True
 
     def learn(self, levels: Sequence[Level], *, at_start: bool) -> None:
-        """Use measured rates for predictions.
+        """Uses measured rates for predictions.
 
         Args:
             levels: Levels of the cluster with the measured links.
@@ -76,7 +76,14 @@ class Links:
             self.origin = PROBED if at_start else TRANSFERS
 
     def priced_for(self, plan: Plan) -> Cluster:
-        """Return the cluster for the prediction of a plan. With equal owners the slowest link decides."""
+        """Returns the ranks, with the link rates by which the time of a plan is predicted.
+
+        If all nodes own equal shares of the plan's exchanges, the rates of single nodes are left out: the slowest link
+        decides.
+
+        Args:
+            plan: The plan.
+        """
         if any(phase.shares for phase in plan.phases):
             return self.priced
         return replace(self.priced, levels=tuple(replace(level, unit_rates=()) for level in self.priced.levels))

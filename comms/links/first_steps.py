@@ -1,4 +1,4 @@
-"""This module estimates link rates from the transfers of the first training steps; it sends nothing itself.
+"""Estimates link rates from the transfers of the first training steps; sends nothing itself.
 
 If link rates are neither given nor measured, plans are made for assumed rates, and their predicted times mean little.
 `FirstSteps` measures what the transfers of a few steps reach, and later predictions and advice use these rates. They do
@@ -20,14 +20,15 @@ FIRST_WATCHED, STEPS_WATCHED = 1, 3
 one of three steps may be disturbed."""
 
 LEAST_NBYTES = 4 << 20
-"""Least bytes over the outermost link in all measured steps. With fewer, latency is most of the time."""
+"""Fewest bytes over the outermost link in all measured steps together: with fewer, most of the time is latency, and no
+rate is taken from them."""
 
 
 def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total time that is covered by at least one span, in seconds.
+    """Returns the total time that is covered by at least one span, in seconds.
 
     Args:
-        spans: (began, ended) of each.
+        spans: (began, ended) of each span in seconds, in any order; they may overlap.
     """
     total, until = 0.0, float("-inf")
     for began, ended in sorted(spans):
@@ -37,7 +38,16 @@ def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _link_seconds(cluster: Cluster, level: int, plan: Plan) -> float:
-    """Return the predicted seconds that the slowest link of a level is busy with a plan."""
+    """Returns the predicted seconds for which a plan keeps the slowest link of a level busy.
+
+    Latency does not count: it is the bytes that the plan sends over the link, at the time that the cost model gives
+    for each byte.
+
+    Args:
+        cluster: Placement of the ranks, with link rates.
+        level: Index of the level; at least one of the plan's phases sends over it.
+        plan: Plan of one all-reduce.
+    """
     model = CostModel.of(cluster, plan.phases)
     costs = [model.phase(phase) for phase in plan.phases if phase.level == level]
     most = sum(float(cost.egress.nbytes[level].max()) for cost in costs)
@@ -46,7 +56,7 @@ def _link_seconds(cluster: Cluster, level: int, plan: Plan) -> float:
 
 
 class FirstSteps(StepListener):
-    """Measures the transfers of a job's first steps, and then predicts its plans with the rates that they reached.
+    """Measures the transfers of a job's first steps, and makes predictions use the rates that they reached.
 
     If nodes' links were found to differ at the start, their rates keep their proportions. Every rank makes one object
     and calls it at the same points. It is for CPUs, and for a fixed number of ranks.
@@ -72,7 +82,7 @@ class FirstSteps(StepListener):
         )
 
     def step_began(self, steps: int) -> None:
-        """Start or end the measurement. Every rank calls it at the beginning of each step, with nothing in flight.
+        """Starts or ends the measurement. Every rank calls it at the beginning of each step, with nothing in flight.
 
         Args:
             steps: Number of steps that have ended.
@@ -89,12 +99,15 @@ class FirstSteps(StepListener):
             executor.stats.ended = None
 
     def _conclude(self) -> None:
+        """Computes link rates from the measured transfers, and makes predictions use them; all ranks agree on times."""
+        # Skip steps that sent too little.
         communicator, cluster = self._communicator, self._communicator.cluster
         ended = communicator.executor.stats.ended or []
         name = cluster.levels[self._outermost].name
         sent = sum(each.plan.bytes_by_level[name] for each in ended)
         if sent < LEAST_NBYTES:  # the same on all ranks: they have run the same plans
             return
+        # Agree on the seconds between nodes, and of all-gathers inside them.
         own = [busy_seconds((each.began, each.ended) for each in ended), self._gathering_seconds() - self._before]
 
         def fastest(ranks: list[object]) -> object:
@@ -103,6 +116,7 @@ class FirstSteps(StepListener):
 
         seconds = self._consensus.decide(own, fastest)
         assert isinstance(seconds, list)
+        # The link between nodes: scale the rates of all nodes, or set the one rate.
         priced = communicator.rank_plans.links.priced
         levels = list(priced.levels)
         outer = levels[self._outermost]
@@ -112,6 +126,7 @@ class FirstSteps(StepListener):
         else:
             link = replace(outer.link, bytes_per_second=sent / seconds[0], presumed=False)
             levels[self._outermost] = replace(outer, link=link)
+        # The link inside a node: from its all-gathers, if its rate is not known.
         inside = levels[0].link
         plan = ended[0].plan
         gathers = [phase for phase in plan.phases if phase.op == ALL_GATHER and phase.level == 0]
@@ -125,7 +140,7 @@ class FirstSteps(StepListener):
         communicator.rank_plans.learned(levels)
 
     def _gathering_seconds(self) -> float:
-        """Return the seconds of all-gathers in shared memory inside the node so far."""
+        """Returns the seconds that all-gathers in shared memory inside the node have taken so far, on this rank."""
         name = self._communicator.cluster.levels[0].name
         rows = self._communicator.executor.stats.phase_seconds().items()
         return sum(seconds for (_, op, level), (seconds, _, _) in rows if op == ALL_GATHER and level == name)

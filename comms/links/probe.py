@@ -1,4 +1,4 @@
-"""This module measures latency and bandwidth of every level at start-up, on the groups that training will use.
+"""Measures the latency and the bandwidth of every level at start-up, on the groups that training will use.
 
 `probe` times a small and a large all-reduce at each level, and solves the cost model's formula for the latency and the
 bandwidth. The outer levels run after a reduce_scatter inside the node, as in a hierarchical plan, so that all NICs and
@@ -34,11 +34,12 @@ INSIDE_NBYTES = 16 << 20
 """Size of the large all-reduce inside a node in bytes: more than the caches of its ranks hold, as in training."""
 
 ROUNDS, WARM_UP_ROUNDS = (9, 3), (3, 1)
-"""Timed rounds and warm-up rounds, each for the small and the large size. Short rounds are disturbed more easily, and
-the first rounds make connections and threads."""
+"""Number of timed rounds, and of warm-up rounds before them, each as (for the small size, for the large size). Short
+rounds are disturbed more easily, and the first rounds make connections and threads."""
 
 MANY, FEW = 8, 4
-"""Number of chunks: of the small size each, and of the large size together."""
+"""Numbers of chunks of the runs that show what chunks cost: `MANY` chunks of the small size each, and the large size
+cut into `FEW` chunks."""
 
 LARGEST_HIDDEN = 0.75
 """Largest share of an exchange that is taken to be idle; a disturbed measurement may give more."""
@@ -51,13 +52,16 @@ _known: dict[tuple[tuple[Unit, ...], str], tuple[Level, ...]] = {}
 
 
 def probe(communicator: Communicator, consensus: Agreement) -> tuple[Level, ...]:
-    """Measure the links of all levels, make the communicator plan with them, and return the levels.
+    """Measures the links of all levels, and makes the communicator plan with them.
 
     Every rank calls it, with nothing in flight. Results are reused for the same placement and device in this process.
 
     Args:
         communicator: Communicator whose groups are measured.
         consensus: Agreement of all its ranks.
+
+    Returns:
+        All levels of the cluster, from the inside, with the measured links; the same on all ranks.
     """
     # Reuse an earlier result only if all ranks have one.
     place = (communicator.cluster.locations, communicator.device.type)
@@ -90,11 +94,16 @@ def probe(communicator: Communicator, consensus: Agreement) -> tuple[Level, ...]
 
 
 Run = tuple[tuple[Phase, ...], int, int]
-"""A timed run: its phases, bytes of the bucket (of each chunk for SMALL_NBYTES), and number of chunks."""
+"""What is timed: (phases of the plan, bytes of the bucket, number of chunks). With SMALL_NBYTES the bytes are those of
+each chunk, not of the bucket."""
 
 
 def _affordable(seconds: float) -> int:
-    """Return the size of the large all-reduce in bytes, given the seconds that LEAST_LARGE_NBYTES take."""
+    """Returns the size of the large all-reduce in bytes: as large as `LARGE_SECONDS` and the limits of sizes allow.
+
+    Args:
+        seconds: Measured time of an all-reduce of LEAST_LARGE_NBYTES.
+    """
     nbytes = LEAST_LARGE_NBYTES
     while nbytes < LARGE_NBYTES and 2 * nbytes / LEAST_LARGE_NBYTES * seconds <= LARGE_SECONDS:
         nbytes *= 2
@@ -102,7 +111,17 @@ def _affordable(seconds: float) -> int:
 
 
 def _runs(cluster: Cluster, number: int, large_nbytes: int, *, outermost: bool) -> list[Run]:
-    """Return the runs that have to be timed for one level."""
+    """Returns the runs that have to be timed for one level: a small and a large all-reduce.
+
+    For the outermost level, unless it is the inside of the nodes, these are added: the exchange of a compressor and a
+    ring over all ranks, in one piece and in chunks.
+
+    Args:
+        cluster: Placement of the ranks.
+        number: Index of the level in `cluster.levels`.
+        large_nbytes: Size of the large all-reduce in bytes.
+        outermost: True if the level is the outermost one in use.
+    """
     phases = probe_phases(cluster, number)
     found: list[Run] = [(phases, SMALL_NBYTES, 1), (phases, large_nbytes, 1)]
     if outermost and number > 0:
@@ -114,14 +133,26 @@ def _runs(cluster: Cluster, number: int, large_nbytes: int, *, outermost: bool) 
 
 
 def _ring(number: int) -> tuple[Phase, ...]:
-    """Return the phases of one ring through all ranks."""
+    """Returns the phases of a flat all-reduce, one ring through all ranks, without phases inside the nodes.
+
+    Args:
+        number: Index of the outermost level in use, whose links the ring crosses.
+    """
     return (Phase(ALL_REDUCE, number, whole=True),)
 
 
 def _with_shares(
     took: dict[Run, float], cluster: Cluster, levels: list[Level], large_nbytes: int, device_type: str
 ) -> tuple[Level, ...]:
-    """Return the levels; the outermost link gets the costs of chunks, payload exchanges and a ring over all ranks."""
+    """Returns the levels; the outermost link gets the costs of chunks, payload exchanges and a ring over all ranks.
+
+    Args:
+        took: Seconds of each run that was timed.
+        cluster: Placement of the ranks.
+        levels: Levels with the fitted links.
+        large_nbytes: Size of the large all-reduce between nodes in bytes.
+        device_type: `cpu` or `cuda`.
+    """
     number = cluster.outermost
     if number == 0:
         return tuple(levels)
@@ -149,11 +180,12 @@ def _with_shares(
 
 
 def _parts(phases: tuple[Phase, ...]) -> dict[int, int]:
+    """Returns level -> number of parts that a reduce_scatter at this level cuts the bucket into."""
     return {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER}
 
 
 def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tuple[Phase, ...]:
-    """Return the phases of an all_reduce at one level, between the reduce_scatters and all_gathers of inner levels.
+    """Returns the phases of an all_reduce at one level, between the reduce_scatters and all_gathers of inner levels.
 
     Args:
         cluster: Placement of the ranks.
@@ -172,14 +204,14 @@ def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tup
 
 
 def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: float, large_nbytes: int) -> Link:
-    """Return the link of one level for which the cost model gives two measured times.
+    """Returns the link of one level whose latency and rate make the cost model predict two measured times.
 
     Args:
         cluster: Placement of the ranks, with the measured links of the inner levels.
         level: Index of the level.
-        small_seconds: Time of `probe_phases` with SMALL_NBYTES.
-        large_seconds: Time of `probe_phases` with `large_nbytes`.
-        large_nbytes: Size of the large all-reduce.
+        small_seconds: Measured seconds of `probe_phases` with SMALL_NBYTES.
+        large_seconds: Measured seconds of `probe_phases` with `large_nbytes`.
+        large_nbytes: Size of the large all-reduce in bytes.
     """
     old = cluster.levels[level].link
     phases = probe_phases(cluster, level)
@@ -202,9 +234,9 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
 
 
 def line_up(communicator: Communicator) -> None:
-    """Wait until all ranks have arrived; they return within a fraction of a millisecond of each other.
+    """Waits until all ranks have called it; they return within a fraction of a millisecond of each other.
 
-    A wait in the store would end up to 50 ms apart.
+    With a wait in the store, ranks would return up to 50 ms apart.
 
     Args:
         communicator: Communicator of the ranks, whose own connections are used.
@@ -217,9 +249,14 @@ def line_up(communicator: Communicator) -> None:
 
 
 def _measure(communicator: Communicator, consensus: Agreement, runs: Sequence[Run]) -> dict[Run, float]:
-    """Time plans on all ranks at once, and return the median round of each, as the slowest rank measured it.
+    """Times runs on all ranks at once, and returns the median seconds of each, as the slowest rank measured them.
 
-    The ranks share their times once, after all plans: each agreement takes every rank some requests to the store.
+    The ranks share their times once, after all runs: each agreement takes every rank some requests to the store.
+
+    Args:
+        communicator: Communicator whose groups are measured.
+        consensus: Agreement of all its ranks.
+        runs: Runs to time; the same on all ranks.
     """
     device = communicator.device
     times = []
@@ -242,10 +279,13 @@ def _measure(communicator: Communicator, consensus: Agreement, runs: Sequence[Ru
 
 
 def _usual(ranks: Sequence[object]) -> object:
-    """Return the median time of each run over its rounds. The time of a round is that of its slowest rank.
+    """Returns the seconds of each run: the median over its rounds of the time that the slowest rank took in the round.
 
     Args:
-        ranks: Seconds of each round of each run, by rank.
+        ranks: Times that each rank has measured: for each run, a list of the seconds of its rounds.
+
+    Returns:
+        A list with one number for each run.
     """
     by_run = zip(*(times for times in ranks if isinstance(times, list)), strict=True)
     return [statistics.median(max(each) for each in zip(*rounds, strict=True)) for rounds in by_run]

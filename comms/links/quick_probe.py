@@ -1,4 +1,4 @@
-"""This module measures the links between CPU nodes before the first step, mostly in less than a second.
+"""Measures the links between CPU nodes before the first step, mostly in less than a second.
 
 `quick_probe` runs if link rates are not known. All nodes exchange bytes in pairs at once, as in `unit_rates`. A first
 short exchange shows how many bytes fit into `SWAP_SECONDS`. The probe uses connections that training needs, too, and
@@ -54,14 +54,14 @@ BUDGET_SECONDS = 0.5
 would take longer (a trial of 0.3 s or more, 1.8 Mbit/s), the trial is the only measurement."""
 
 MEETINGS = 3
-"""Partners of each node: a node that is paired with a slow one is also paired with another one."""
+"""Most partners of each node: a node that is paired with a slow one is then also paired with another one."""
 
 SMALL_SWAPS = 5
 """Number of exchanges of one element for the latency; their median counts."""
 
 
 def quick_probe(communicator: Communicator) -> bool:
-    """Measure each node's link and one latency, and make the communicator predict its plans with them.
+    """Measures each node's link and one latency, and makes the communicator predict its plans with them.
 
     Every rank calls it before its first bucket. It does nothing unless the ranks are on CPUs, connected by gloo, on
     several nodes without racks and regions, and the rates of the links between them are unknown.
@@ -82,11 +82,13 @@ def quick_probe(communicator: Communicator) -> bool:
         or not cluster.levels[1].link.presumed
     ):
         return False
+    # Connect the first rank of each node.
     began = time.perf_counter()
     meeting = Meeting(communicator)
     if not meeting.is_possible:
         log.warning("links are not looked at: the ranks between nodes are not connected by gloo")
         return False
+    # A short exchange decides how many bytes the others have, and how many of them there is time for.
     rounds = pairings(len(nodes), MEETINGS)
     trials = meeting.meet(rounds[0], TRIAL_NBYTES)
     seconds, latency = (max(column) for column in zip(*(each[2:] for each in trials), strict=True))
@@ -97,6 +99,7 @@ def quick_probe(communicator: Communicator) -> bool:
     nbytes = nbytes if affordable else TRIAL_NBYTES
     rounds = rounds[: max(1 + odd, affordable)] if affordable else rounds[1 : 1 + odd]
     took = met + [each[:3] for pairs in rounds for each in meeting.meet(pairs, nbytes)]
+    # Make rates of the times; nodes get different shares only if gloo's order of sums is known.
     levels = list(cluster.levels)
     link = replace(levels[1].link, alpha_seconds=latency, presumed=False)
     levels[1] = replace(levels[1], link=link)
@@ -115,16 +118,23 @@ def quick_probe(communicator: Communicator) -> bool:
 
 
 def swapped_nbytes(trial_seconds: float) -> int:
-    """Return the bytes from each node in a timed exchange, given the seconds of one of `TRIAL_NBYTES`."""
+    """Returns how many bytes each node shall send in a timed exchange, so that it takes about `SWAP_SECONDS`.
+
+    Args:
+        trial_seconds: Seconds that an exchange of `TRIAL_NBYTES` has taken on the slowest link.
+
+    Returns:
+        Bytes, from `LEAST_SWAPPED_NBYTES` to `MOST_SWAPPED_NBYTES`.
+    """
     return round(min(max(TRIAL_NBYTES / trial_seconds * SWAP_SECONDS, LEAST_SWAPPED_NBYTES), MOST_SWAPPED_NBYTES))
 
 
 def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], *, every_partner: bool) -> list[float]:
-    """Return the rate of each node's link in bytes per second.
+    """Returns the rate of each node's link in bytes per second, by node.
 
     Args:
         count: Number of nodes.
-        nbytes: Bytes that each node sent to its partner, and received.
+        nbytes: Bytes that each node sent to its partner, and received, in each exchange.
         took: (one node, other node, seconds) of each exchange.
         every_partner: True if each node had enough partners to tell whose link is slow. Otherwise, and for two nodes,
             all links get the rate of the slowest pair.
@@ -139,7 +149,7 @@ def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], 
 
 
 class Meeting:
-    """Timed exchanges between pairs of nodes, over the first lane of training's plans, which is idle until then.
+    """Times exchanges between pairs of nodes, over the first lane of training's plans, which is idle before training.
 
     Args:
         communicator: Communicator of the ranks. The first rank of each node takes part: if two ranks shared a link, one
@@ -163,7 +173,7 @@ class Meeting:
         self.is_possible = not _told(communicator, missing).any()
 
     def meet(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int, float, float]]:
-        """Exchange `nbytes` between all pairs at once.
+        """Exchanges `nbytes` between the nodes of each pair, in all pairs at once; every rank calls it.
 
         Args:
             pairs: Pairs of nodes; each node is in one at most.
@@ -192,25 +202,35 @@ class Meeting:
         return found
 
     def sums_as_rings(self) -> bool:
-        """Return True if gloo's all_reduce adds in the order of `ring_runs`; the same on all ranks."""
+        """Returns whether gloo's all_reduce adds in the order of `ring_runs`; all ranks call it, with one result."""
         wrong = False
         if (rail := self._rail) is not None:
             wrong = not self._run("a trial sum", lambda: sums_as_rings(rail))
         return not _told(self._communicator, _numbers(wrong)).any()
 
     def partner(self, pairs: Sequence[tuple[int, int]]) -> int | None:
-        """Return this node's partner in `pairs`; None if it has none."""
+        """Returns the node that this rank's node is paired with; None if it is in no pair.
+
+        Args:
+            pairs: Pairs of nodes.
+        """
         own = next((pair for pair in pairs if self._own in pair), None)
         return None if own is None else own[own[0] == self._own]
 
     def _connect(self) -> None:
+        """Connects the first ranks of all nodes, and keeps the transport if it can exchange between two of them."""
         rail = self._communicator.transport((0, 0), self._members)
         if isinstance(rail, MeetsInPairs):
             rail.connect_both_ways()  # also if this node has no partner at first
             self._rail = cast(GlooTransport, rail)
 
     def _run(self, what: str, call: Callable[[], Result]) -> Result:
-        """Return what `call` returns. If it raises, all ranks raise an error that names this rank."""
+        """Returns what `call` returns. If it raises, all ranks raise an error that names this rank.
+
+        Args:
+            what: What is done, in words, for the error.
+            call: Communicates with the first ranks of other nodes, and returns when it is done.
+        """
         returned: list[Result] = []
 
         def issue() -> Work:
@@ -222,11 +242,11 @@ class Meeting:
 
 
 def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
-    """Return the seconds of an exchange with another rank, and of an exchange of a single element.
+    """Returns (seconds of an exchange with another rank, seconds of an exchange of a single element).
 
     Args:
         rail: Transport of the ranks.
-        other: Index of the other rank, which makes the same call.
+        other: Index of the other rank among the transport's; it makes the same call.
         nbytes: Bytes from each rank to the other.
         saved_nbytes: Bytes that a traffic shaper may let pass at once; they are exchanged before the timed bytes.
     """
@@ -246,12 +266,17 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
 
 
 def _numbers(*values: float) -> torch.Tensor:
-    """Return a CPU tensor of float32, whatever default dtype and device the program has set."""
+    """Returns a CPU tensor of float32, whatever default dtype and device the program has set."""
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _told(communicator: Communicator, flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor over all ranks, with the same bits on all of them."""
+    """Returns the sum of a tensor over all ranks, with the same bits on all of them; every rank calls it.
+
+    Args:
+        communicator: Communicator of the ranks.
+        flat: CPU tensor of any shape, not changed.
+    """
     cluster = communicator.cluster
     own = flat.contiguous().view(-1).clone()
     plan = Plan("probe", probe_phases(cluster, cluster.outermost), 1, own.nbytes, 0.0, {}, "What was measured.")

@@ -1,4 +1,4 @@
-"""This module measures the rate of each node's link, at start-up and periodically during training; see `UnitRates`.
+"""Measures the rate of each node's link, at start-up and periodically during training; see `UnitRates`.
 
 A collective over all nodes is as fast as its slowest link, so it cannot show which node is slow. Here nodes exchange
 bytes in pairs, all pairs at once, in a few rounds with changing partners. A pair is as fast as the slower of its two
@@ -19,7 +19,7 @@ SWAPPED_NBYTES, LEAST_SWAPPED_NBYTES, SWAP_SECONDS = 1 << 20, 512 << 10, 0.02
 slowest link. The smallest is more than a traffic shaper lets pass at once."""
 
 MEETINGS, REPEATS = 3, 3
-"""Partners of each node, and exchanges with each partner, whose median counts."""
+"""Number of partners of each node, and number of exchanges with each partner, whose median counts."""
 
 ALIKE = 0.8
 """Share of the fastest rate from which a node counts as equally fast; measurements scatter by less."""
@@ -29,11 +29,14 @@ REMEASURE_STEPS = 500
 
 
 def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of nodes of each round. A node has at most one partner in a round, and a new one in each.
+    """Returns the pairs of nodes of each round. A node has at most one partner in a round, and a new one in each.
 
     Args:
         count: Number of nodes. With an odd number one node has no partner in each round.
-        rounds: Largest number of rounds; there are at most as many as possible partners.
+        rounds: Largest number of rounds. There are fewer if each node has met all others before.
+
+    Returns:
+        For each round, a list of (node with the lower number, its partner).
 
     Source: the circle method for round-robin tournaments (Lucas, Recreations mathematiques, vol. 2, 1883).
     """
@@ -47,7 +50,10 @@ def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
 
 
 def relative_rates(count: int, seconds: Sequence[tuple[int, int, float]]) -> tuple[float, ...]:
-    """Return each node's rate as a share of the fastest one; 1 for all that are about as fast.
+    """Returns the rate of each node's link, by node, as a share of the fastest node's.
+
+    A node's rate is that of its fastest exchange. Nodes from `ALIKE` of the fastest rate on, and those that took part
+    in no exchange, get 1.
 
     Args:
         count: Number of nodes.
@@ -62,11 +68,11 @@ def relative_rates(count: int, seconds: Sequence[tuple[int, int, float]]) -> tup
 
 
 def measure_units(communicator: Communicator, consensus: Agreement, *, again: bool = False) -> bool:
-    """Measure every node's link, and make the communicator plan with the rates.
+    """Measures every node's link, and makes the communicator plan with the rates.
 
     Every rank calls it, with nothing in flight. Rates are proportional to what nodes reach: at first the slowest node
     gets the rate that `probe` has measured, later the fastest node keeps its rate. Nothing is measured on CUDA, where
-    only given rates count (docs/develop/cuda.md), and for fewer than three nodes, where shares do not matter.
+    only given rates count (docs/develop/cuda.md), nor for fewer than three nodes, where shares do not matter.
 
     Args:
         communicator: Communicator of the ranks.
@@ -74,17 +80,19 @@ def measure_units(communicator: Communicator, consensus: Agreement, *, again: bo
         again: True if nodes have been measured before.
 
     Returns:
-        True if plans have changed.
+        True if rates have changed, and plans with them; the same on all ranks.
     """
     cluster = communicator.cluster
     nodes, count = cluster.nodes, len(cluster.nodes)
     if communicator.device.type != "cpu" or count < 3:
         return False
+    # Decide how many bytes are exchanged, and by which ranks: as many of each node as the smallest node has.
     level = cluster.levels[1]
     slowest = min(level.unit_rates, default=level.link.bytes_per_second)
     nbytes = round(min(max(slowest * SWAP_SECONDS, LEAST_SWAPPED_NBYTES), SWAPPED_NBYTES))
     rails, own = min(map(len, nodes)), cluster.node_rank(communicator.rank)
     place = nodes[own].index(communicator.rank)
+    # Exchange with the partner of each round, and keep the median.
     took: list[tuple[int, int, float]] = []
     for pairs in pairings(count, MEETINGS):
         pair = next((pair for pair in pairs if own in pair), None)
@@ -97,6 +105,7 @@ def measure_units(communicator: Communicator, consensus: Agreement, *, again: bo
         if pair is not None and times:
             took.append((*pair, statistics.median(times)))
 
+    # Rank 0 makes relative rates of all times; they become rates by the slowest or the fastest node's.
     def slowest_rank(ranks: Sequence[object]) -> object:
         meetings: dict[tuple[int, int], float] = {}
         for each in ranks:
@@ -128,7 +137,7 @@ class UnitRates(StepListener):
         measure_units(communicator, consensus)
 
     def step_began(self, steps: int) -> None:
-        """Measure again every `REMEASURE_STEPS` steps. Every rank calls it, with nothing in flight.
+        """Measures again every `REMEASURE_STEPS` steps; every rank calls it when a step begins, with nothing in flight.
 
         Args:
             steps: Number of steps that have ended.
