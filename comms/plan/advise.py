@@ -99,16 +99,17 @@ class Candidate:
 
     Attributes:
         name: `hierarchical`, `hierarchical+int8`, ...
-        plan: For the whole gradient in one bucket.
+        plan: Plan for the whole gradient in one bucket.
         compressor: `none` or a compressor's name.
         seconds: Predicted time of an all-reduce of the whole gradient.
-        step_seconds: From the start of the backward pass to the last gradient, of the first micro-batch's where a step
-            accumulates several; and the rest of the step, where that is known.
-        exposed_seconds: What communication adds to the backward pass.
+        step_seconds: Predicted seconds of a step: its micro-batches that send nothing, its last backward pass until all
+            gradients are averaged, and forward pass, data loading and optimizer as far as the workload gives them.
+        exposed_seconds: Seconds that communication adds to the backward pass.
         hidden: Whether communication adds next to nothing to the backward pass.
-        limit: Resource that limits it, in words.
-        warning: Why it is not recommended whatever its speed; empty where there is nothing against it.
-        available: gradwire can run it; it compresses between nodes only, so always in the hierarchical plan.
+        limit: Resource that limits the all-reduce of the whole gradient, in words.
+        warning: Why it is not recommended whatever its speed; empty if nothing speaks against it.
+        available: Whether gradwire can run it; a compressor only counts in the hierarchical plan, as it works between
+            nodes.
     """
 
     name: str
@@ -125,7 +126,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A recommended plan and compressor, with the reason."""
+    """A recommended plan and compressor, with the reason.
+
+    Attributes:
+        plan: Name of the plan.
+        compressor: Name of the compressor; `none` for exact sums.
+        why: Reason, in sentences.
+    """
 
     plan: str
     compressor: str
@@ -264,9 +271,9 @@ def warning_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str
     """Returns why a compressor is not recommended for the gradients of every step; empty if it may be.
 
     Args:
-        compressor: As in `compressor=`.
+        compressor: Name of the compressor, as in `compressor=`.
         optimizer: `sgd`, `adam`, ...; or `ANY_OPTIMIZER`.
-        library: `nccl` where gradients are on GPUs.
+        library: Library that runs a flat plan: `nccl` if gradients are on GPUs, else `gloo`. Not used.
     """
     if compressor not in CODEC_FACTS:
         return f"nobody here has trained with {compressor}: see where a training ends before you rely on it"
@@ -302,8 +309,8 @@ def condition_of(compressor: str, optimizer: str) -> str:
     """Returns a condition of a recommendation as a sentence; empty if there is none.
 
     Args:
-        compressor: That is recommended.
-        optimizer: As for `warning_of`.
+        compressor: Name of the recommended compressor.
+        optimizer: `sgd`, `adam`, ...; or `ANY_OPTIMIZER`.
     """
     if compressor in SGD_ONLY:
         return "It takes over SGD's momentum: compressor_options=gradwire.take_momentum(optimizer)."

@@ -64,7 +64,13 @@ class PlanChooser:
         self._payloads = payloads
 
     def take(self, plan: str, chunks: int, why: str) -> None:
-        """Uses one plan for every size; see `RankPlans.choose`."""
+        """Uses one plan for every size from now on; see `RankPlans.choose`.
+
+        Args:
+            plan: `flat`, `hierarchical` or `leader`; `auto` chooses by size again.
+            chunks: Number of chunks; 0 leaves it to the planner.
+            why: Reason as a sentence, for reports; empty keeps the planner's.
+        """
         self.plan_name, self.chunks, self._why = plan, chunks, why
 
     def best_for_all(self, nbytes: int) -> Plan | None:
@@ -124,7 +130,7 @@ class PlanChooser:
 
         Args:
             plan: Plan with equal shares.
-            layout: As for `plan`.
+            layout: Parameters of the bucket, if it may be compressed; else None.
         """
         compressed = any(phase.compressor for phase in plan.phases)
         if self._links.shares is None or not plan.phases or (compressed and not _is_by_element(self._compressor)):
@@ -152,7 +158,7 @@ class PlanChooser:
 
         Args:
             plan: Plan of a bucket.
-            layout: As for `plan`.
+            layout: Parameters of the bucket, if it may be compressed; else None.
         """
         compressed, payloads = next((phase for phase in plan.phases if phase.compressor), None), self._payloads
         if not plan.phases or not self._links.learned:

@@ -1,4 +1,4 @@
-"""What compression costs and saves: bytes on the wire, and seconds of encoding and decoding.
+"""Prices compression: bytes on the wire, and seconds of encoding and decoding.
 
 Bytes come from the compressor itself. Seconds come from the bytes that its kernels read and write, all of them limited
 by memory, or from a measurement on this machine.
@@ -24,13 +24,14 @@ ELEMENT_NBYTES = 4
 """Gradients are float32 when they are encoded."""
 
 CPU_BYTES_PER_SECOND = 20e9
-"""What one core moves through memory in such kernels, payload buffers included: EPYC (Zen 4), 8 MiB gradients, 2026."""
+"""Bytes per second that the kernels of codecs move through memory on one core, payload buffers included: EPYC (Zen 4),
+8 MiB gradients, 2026."""
 
 GPU_MEMORY_SHARE = 0.7
 """Share of a GPU's peak memory bandwidth that kernels reach which only move data."""
 
 SLOWEST_GPU_BYTES_PER_SECOND = GPU_MEMORY_SHARE * min(*GPU_MEMORY.values(), *AMD_MEMORY.values()) * GIGABYTE
-"""What codecs are taken to move on a GPU of which nothing is known."""
+"""Bytes per second that codecs are assumed to move through the memory of an unknown GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class CodecFacts:
             out.
         trained: Optimizers of `OPTIMIZER_NAMES` with which docs/results/convergence.md or docs/results/optimizers.md
             has a training. It is recommended with these only.
-        rounds: Exchanges of every member with every other.
+        rounds: Number of collectives that follow one another, each of every member with every other.
     """
 
     touched_nbytes: float
@@ -116,43 +117,50 @@ def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_sec
 
 
 def codec_seconds(name: str, memory_bytes_per_second: float) -> float:
-    """Seconds of encoding and decoding for each byte of a shard, by the bytes that the kernels touch.
+    """Returns the seconds of encoding and decoding for each byte of a shard, predicted from the bytes kernels touch.
 
     Args:
-        name: Of the compressor; also one that a user has registered.
+        name: Name of the compressor, built in or registered by a user.
         memory_bytes_per_second: Memory rate of the processor that encodes.
     """
     return codec_facts(name).touched_nbytes / ELEMENT_NBYTES / memory_bytes_per_second
 
 
 def final(name: str) -> Compressor:
-    """A compressor by name, with its defaults but without a warm-up."""
+    """Makes a compressor by name with default options but without a warm-up, as it is late in training."""
     from gradwire.compressors import registry
 
     return registry.make(name, {"warmup_steps": 0} if "warmup_steps" in registry.options_of(name) else {})
 
 
 def short_start(name: str) -> dict[str, "Option"]:
-    """Options with which a compressor's first step is its last dense one: the next is as in the middle of training."""
+    """Returns options for a warm-up of one step, so that the second step of a compressor is as late in training.
+
+    Args:
+        name: Name of the compressor; without a warm-up the options are empty.
+    """
     from gradwire.compressors import registry
 
     return {"warmup_steps": 1} if "warmup_steps" in registry.options_of(name) else {}
 
 
 def settling(name: str) -> Compressor:
-    """A compressor by name, with its defaults but `short_start`."""
+    """Makes a compressor by name with default options except those of `short_start`."""
     from gradwire.compressors import registry
 
     return registry.make(name, short_start(name))
 
 
 def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float:
-    """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel.
+    """Returns the bytes that a rank sends with a compressor, divided by those of a float32 ring all-reduce.
 
     Args:
-        compressor: Whose payloads.
-        layout: Which parameter lies where in the shard.
-        group_size: Ranks that the shard is summed over.
+        compressor: The compressor.
+        layout: Place of each parameter in the shard.
+        group_size: Number of ranks that the shard is summed over.
+
+    Returns:
+        The ratio; 1.0 for a single rank or an empty shard, for which nothing is sent.
     """
     exact = 2 * (group_size - 1) / group_size * ELEMENT_NBYTES * layout.numel
     if not exact:
@@ -161,14 +169,17 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
 
 
 def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> float:
-    """Part of the bytes that a compressor sends as payloads to owners of parts, who send their sum to all.
+    """Returns the part of a compressor's bytes that goes to owners as payloads and comes back from them as sums.
 
-    Not so what it has summed exactly (biases, by the default rules; PowerSGD's factors), and what everybody gathers.
+    The rest is what it sums exactly (biases, by the default rules; PowerSGD's factors), and what all ranks gather.
 
     Args:
-        compressor: Whose payloads.
-        layout: Which parameter lies where in the shard.
-        group_size: Ranks that the shard is summed over.
+        compressor: The compressor.
+        layout: Place of each parameter in the shard.
+        group_size: Number of ranks that the shard is summed over.
+
+    Returns:
+        A part from 0 to 1; 0.0 if nothing is sent.
     """
     sent = [(each, each.wire_nbytes(part, group_size)) for each, part in planned(compressor).parts(layout)]
     owned = sum(nbytes for each, nbytes in sent if planned(each).has_owners)
@@ -176,9 +187,12 @@ def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> floa
 
 
 def alone(processor_seconds: float, share: float) -> float:
-    """Seconds that pass while a process computes for `processor_seconds`, having `share` of a core.
+    """Returns the wall-clock seconds of a computation on this rank, without asking other ranks.
 
-    The share is below 1 where more ranks than cores compute, above 1 where a rank has several threads.
+    Args:
+        processor_seconds: Processor seconds of the computation.
+        share: Part of a core that this rank has: below 1 if more ranks than cores compute, above 1 if it has several
+            threads.
     """
     return processor_seconds / share
 
@@ -192,20 +206,21 @@ def measured_price(
     agree: Callable[[float, float], float] = alone,
     make: Callable[[], Compressor] | None = None,
 ) -> CodecPrice:
-    """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
+    """Measures the cost of a compressor on this machine: encodes and decodes for a while, and returns the mean.
 
     Two sizes, the whole gradient and its first parameter, separate the cost of a call from that of a byte.
 
     Args:
-        name: As in `compressor=`.
-        layout: What is encoded, in several parameters: more than the caches hold, as a model's gradients are.
-        group_size: As for `codec_price`.
-        seconds: How long each size is encoded again and again, after a dense round and the first compressed one, which
-            takes its memory.
-        together: Returns when all ranks of this machine have arrived, where they measure together, as they share its
-            cores in training. Called before the rounds of a size; between them nobody waits.
-        agree: As `alone`, but makes one number of all ranks', so that all of them plan alike.
-        make: Makes the compressor, where it is not the one of that name with its defaults.
+        name: Name of the compressor.
+        layout: Parameters of the gradient that is encoded; more bytes than the caches hold, as in training.
+        group_size: Number of ranks that exchange each shard.
+        seconds: Seconds for which each size is encoded repeatedly, after a dense round and the first compressed one,
+            which allocates memory.
+        together: Called before the rounds of each size; returns when all ranks of this machine have called it, so that
+            they share its cores as in training. The default does not wait.
+        agree: Function from processor seconds and part of a core to wall-clock seconds, as `alone`; may return one
+            value for all ranks, so that all plan alike.
+        make: Makes the compressor; None takes the one of that name with default options.
     """
     if name == EXACT.name:
         return EXACT
@@ -229,15 +244,21 @@ def measured_price(
 def _timed(
     compressor: Compressor, layout: Layout, group: EchoGroup, seconds: float, together: Callable[[], object]
 ) -> tuple[float, int, float]:
-    """What an all-reduce takes in which nothing travels.
+    """Times compressed all-reduces of random gradients in which nothing is sent.
 
-    What the processor needs for a round and what share of it there is are measured apart: where ranks share cores, a
-    round's own time is that of the scheduler's turns, some short and some long. A time and not a number of rounds, so
-    that no rank ends early and leaves its core to the others.
+    Processor seconds of a round and the part of a core that this rank has are measured apart, because the wall-clock
+    time of a single round depends on the scheduler if ranks share cores. All ranks measure for the same time, so that
+    none ends early and leaves its core to the others.
+
+    Args:
+        compressor: The compressor; its state is changed.
+        layout: Parameters of the gradient.
+        group: Stands for a group of ranks, and sends nothing.
+        seconds: Seconds of the measurement.
+        together: See `measured_price`.
 
     Returns:
-        Processor seconds of a round (the mean), how often it would have waited for all ranks, and this rank's share of
-        a core.
+        Mean processor seconds of a round, number of collectives in it, and this rank's part of a core.
     """
     from gradwire.compressors.optim.peers import run_requests
 
@@ -267,10 +288,10 @@ def _timed(
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
-    """The layout of parameters one after another.
+    """Makes the layout of a flat gradient in which parameters follow one another.
 
     Args:
-        shapes: Name and shape of each.
+        shapes: (Name, shape) of each parameter, in order.
     """
     slices, start = [], 0
     for name, shape in shapes:
@@ -281,7 +302,12 @@ def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
 
 
 def square_layout(nbytes: float, side: int = 1024) -> Layout:
-    """A gradient of `nbytes` of which nothing else is known: square matrices, and the remainder as a vector."""
+    """Makes the layout of an unknown model's gradient: square matrices, and the remainder as a vector.
+
+    Args:
+        nbytes: Bytes of the gradient in float32.
+        side: Rows and columns of a matrix.
+    """
     numel = max(1, round(nbytes / ELEMENT_NBYTES))
     matrices, rest = divmod(numel, side * side)
     shapes = [(f"matrix{index}", (side, side)) for index in range(matrices)]

@@ -38,11 +38,11 @@ class CodecPrice:
     """Cost of a compressor for the phase that it compresses.
 
     Attributes:
-        name: Name of the compressor.
-        ratio: Bytes on the wire over those of an exact all-reduce of the same shard.
+        name: Name of the compressor; `none` for exact sums.
+        ratio: Bytes on the wire divided by those of an exact all-reduce of the same shard.
         seconds_per_byte: Seconds of encoding and decoding on one rank for each byte of the shard.
         call_seconds: Seconds for each shard, independent of its size.
-        rounds: Exchanges of every member with every other: 2 for an all_to_all and an all_gather, and for a ring.
+        rounds: Number of collectives that follow one another: 2 for an all_to_all and an all_gather, and for a ring.
         exchanged: Whether payloads go from every rank to every rank instead of around a ring.
         owned: Part of the bytes that goes to owners as payloads and comes back from them. If exact sums have equal
             parts (`Cluster.equal_sums`), the rest has them too.
@@ -57,12 +57,12 @@ class CodecPrice:
     owned: float = 1.0
 
     def seconds(self, nbytes: float) -> float:
-        """Encoding and decoding of one shard of `nbytes`."""
+        """Returns the seconds of encoding and decoding one shard of `nbytes` on one rank."""
         return self.call_seconds + self.seconds_per_byte * nbytes
 
 
 EXACT = CodecPrice("none")
-"""No compressor."""
+"""Cost of a phase without a compressor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,16 @@ class CostModel:
         return cls(cluster, parts, {phase.level: phase.shares for phase in scatters if phase.shares})
 
     def phase(self, phase: Phase) -> PhaseCost:
-        """Returns the cost of one phase, for each byte of the bucket."""
+        """Predicts one exact phase: the latency of its messages, the slowest link's seconds, and each unit's bytes.
+
+        A compressor of the phase is ignored; `compressed_cost` of the planner adds it.
+
+        Args:
+            phase: A phase of the plan; one that is `whole` is priced by its algorithm over all ranks.
+
+        Returns:
+            Its cost, linear in the bytes of the whole bucket (not only of the phase's regions).
+        """
         if phase.whole:
             return _whole(self.cluster, phase.algorithm)
 
@@ -181,7 +190,7 @@ class CostModel:
         Args:
             messages: Messages of all ranks.
             ring: Whether they go around one ring over all ranks, and so through sockets also inside nodes.
-            spread: As for `Link.rate`.
+            spread: Whether channels leave a unit through different ranks; see `Link.rate`.
         """
         crossed = self._shape.crossings(messages.sources, messages.targets)
         egress = self._shape.book(messages.sources, crossed, messages.nbytes)
@@ -195,7 +204,7 @@ class CostModel:
 
         Args:
             egress: Bytes that leave each unit for each byte of the bucket.
-            spread: As for `Link.rate`.
+            spread: Whether channels leave a unit through different ranks; see `Link.rate`.
         """
         slowest = 0.0
         for level, nbytes, senders in zip(self.cluster.levels, egress.nbytes, egress.senders, strict=True):

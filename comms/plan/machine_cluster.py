@@ -90,13 +90,13 @@ def library_of(machine: Machine) -> str:
 
 
 def payload_share(*, has_gpus: bool) -> float:
-    """Share of a given rate of a NIC that gradients get.
+    """Returns the part of a NIC's given rate that gradients reach.
 
     TCP's without GPUs, as measured on emulated links of 40 to 200 Mbit/s. All of it with GPUs: NCCL may use RDMA, and
     nothing was measured.
 
     Args:
-        has_gpus: Whether the nodes have any.
+        has_gpus: Whether the nodes have GPUs.
     """
     return 1.0 if has_gpus else TCP_SHARE
 

@@ -1,4 +1,4 @@
-"""What NCCL's collectives cost by NCCL's own model: latencies and bandwidths of ring, tree, NVLS and NVLSTree.
+"""Predicts what NCCL's collectives cost by NCCL's own model: latencies and bandwidths of ring, tree, NVLS and NVLSTree.
 
 NCCL chooses an algorithm and a protocol for every call by predicted microseconds. The figures and formulas of that
 prediction are facts that NVIDIA publishes; with them a hierarchy of NCCL calls and one NCCL call are priced alike. A
@@ -28,27 +28,28 @@ LL, LL128, SIMPLE = 0, 1, 2
 """NCCL's protocols, as indices into the tables."""
 
 BASE_SECONDS = {RING: (6.6e-6, 14.0e-6, 8.4e-6), TREE: (6.8e-6, 14.0e-6, 8.4e-6), "pat": (8.0e-6, 8.0e-6, 8.0e-6)}
-"""Seconds of each call: LL, LL128, Simple (baseLatencies)."""
+"""Seconds of each call, whatever its size, by algorithm: with LL, LL128 and Simple (baseLatencies)."""
 
 HOP_SECONDS = {
     "nvlink": {RING: (0.6e-6, 1.9e-6, 3.4e-6), TREE: (0.6e-6, 1.25e-6, 4.0e-6)},
     "pcie": {RING: (1.0e-6, 2.5e-6, 5.7e-6), TREE: (1.0e-6, 1.9e-6, 4.0e-6)},
     "network": {RING: (2.7e-6, 4.0e-6, 14.0e-6), TREE: (5.0e-6, 8.5e-6, 14.0e-6)},
 }
-"""Seconds of a step: LL, LL128, Simple (hwLatencies). With one GPU a node a ring's network steps cost a tree's."""
+"""Latency in seconds of a step from rank to rank, by link and algorithm: with LL, LL128 and Simple (hwLatencies). With
+one GPU a node a ring's network steps cost a tree's."""
 
 NVLS_SECONDS = 25.0e-6
-"""Seconds of in-network reduction inside a node, whole (hwLatencies, NVLink, NVLS and NVLSTree)."""
+"""Latency in seconds of in-network reduction inside a node, all steps (hwLatencies, NVLink, NVLS and NVLSTree)."""
 NVLS_TREE_HOP_SECONDS = 20.9e-6
-"""A step of its tree between nodes (hwLatencies, network, NVLSTree)."""
+"""Latency in seconds of a step of NVLSTree between nodes (hwLatencies, network, NVLSTree)."""
 
 NVLS_EFFICIENCY = {90: 0.85, 100: 0.74}
-"""Share of NVLink that in-network reduction reaches, by compute capability (nvlsEfficiency)."""
+"""Part of NVLink's rate that in-network reduction reaches, by compute capability times ten (nvlsEfficiency)."""
 
 LL_BYTES_PER_SECOND = {70: (39.0e9,), 80: (87.7e9,), 90: (141.0e9,), 100: (282.0e9,)}
-"""Most that LL carries inside one node, by compute capability (llMaxBws)."""
+"""Largest bytes per second of LL inside one node, by compute capability times ten (llMaxBws)."""
 LL_BETWEEN_NODES = {False: (39.0e9, 20.4e9), True: (22.5e9, 19.0e9)}
-"""Most that LL carries over 2 nodes and over more, with processors of AMD or of others (llMaxBws)."""
+"""Largest bytes per second of LL over 2 nodes and over more, with processors of AMD (True) or others (llMaxBws)."""
 
 CHANNEL_RING_LL128 = {70: (20e9,) * 3, 80: (20e9,) * 3, 90: (36.7e9,) * 3, 100: (40e9,) * 3}
 CHANNEL_TREE_LL128 = {
@@ -64,20 +65,22 @@ CHANNEL_TREE = {
     100: (70e9, 42.8e9, 24e9),
 }
 CHANNEL_NVLS_TREE = {90: (57.7e9, 45.5e9), 100: (96e9, 80e9)}
-"""Most that one channel carries on 1 node, on 2 and on more, by compute capability (perChMax...Bws); NVLSTree on 2 and
-on more."""
+"""Largest bytes per second of one channel on 1 node, on 2 and on more, by compute capability times ten
+(perChMax...Bws); of NVLSTree on 2 and on more."""
 
 TREE_SHARE, ONE_GPU_TREE_SHARE, LL_TREE_SHARE = 0.92, 0.85, 1 / 3.8
 LL_SHARE, LL128_SHARE = 0.5, 0.92
 LL128_TREE_SHARE = {True: 7 / 9, False: 120 / 128}
-"""Shares of the bandwidth: of trees, of trees with one GPU a node, of the protocols; LL128's tree on one node (True)
-and on more."""
+"""Parts of the bandwidth that are reached: by trees, by trees with one GPU a node (in addition), by the protocols; by
+LL128's tree on one node (True) and on more."""
 
 PLATEAU, PLATEAU_BEFORE_AMPERE, PLATEAU_NBYTES = 1.4, 1.9, 64
-"""Factors on a ring's latency between nodes with Simple, and bytes a rank and channel from which on they hold."""
+"""Factors on a ring's latency between nodes with Simple (from Ampere on, and before), and the number of bytes for each
+rank and channel from which on they hold."""
 
 PAT_SHARE, PAT_RANK_SECONDS, PAT_HOP_SHARE = 0.75, 2.8e-6, 1 / 3.5
-"""All-gather over ranks that are each alone on their node: bandwidth, seconds a rank, share of a network step."""
+"""PAT, NCCL's all-gather over ranks that are each alone on their node: part of the bandwidth that it reaches, seconds
+for each rank, and part of a network step that each of its steps takes."""
 
 POST_SECONDS = {False: 1e-6, True: 2e-6}
 """Seconds to post a message to the network, with processors of AMD (True) or others; a Simple step posts three."""
@@ -92,7 +95,19 @@ class NcclModel:
     """NCCL's cost model for one cluster of GPUs.
 
     Args:
-        cluster: Of two levels, with a fabric.
+        cluster: Placement of the ranks; it has two levels and a `fabric`, which describes the GPUs' links.
+
+    Attributes:
+        fabric: See there.
+        size: Number of ranks.
+        nodes: Number of nodes.
+        widest: Ranks of the largest node.
+        per_node: Mean number of ranks of a node.
+        inside: Bytes per second of one rank's link inside its node.
+        outwards: Bytes per second of a node's link, all NICs together.
+
+    Raises:
+        ValueError: The cluster has another number of levels, or no fabric.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -112,7 +127,14 @@ class NcclModel:
         self._posted = POST_SECONDS[self.fabric.amd_cpu]
 
     def flat(self, nbytes: float) -> dict[str, float]:
-        """Seconds of one all-reduce over all ranks, by algorithm; each with its best protocol."""
+        """Predicts one all-reduce over all ranks with each algorithm that NCCL has here.
+
+        Args:
+            nbytes: Bytes of the bucket.
+
+        Returns:
+            Name of the algorithm -> seconds with its best protocol.
+        """
         if self.size == 1:
             return {RING: 0.0}
         found = {RING: self._ring(nbytes), TREE: self._tree(nbytes)}
@@ -123,17 +145,20 @@ class NcclModel:
         return found
 
     def best_flat(self, nbytes: float) -> tuple[str, float]:
-        """What NCCL would take for one all-reduce over all ranks: algorithm and seconds."""
+        """Returns the algorithm that NCCL would choose for `nbytes` over all ranks, and its predicted seconds."""
         return min(self.flat(nbytes).items(), key=lambda item: item[1])
 
     def phase(self, phase: Phase, members: int, wire_seconds: float, nbytes: float) -> float:
-        """Seconds of a phase of a hierarchy, which is one NCCL call in each of its groups.
+        """Returns the predicted seconds of one phase of a hierarchical plan, which is an NCCL call in each group.
 
         Args:
-            phase: An all_reduce between nodes, a reduce_scatter or all_gather inside them.
-            members: Ranks of its largest group.
-            wire_seconds: What the busiest link needs for its bytes at its full rate, as a ring moves them.
-            nbytes: That the busiest member sends.
+            phase: An all_reduce between nodes, or a reduce_scatter or all_gather inside them.
+            members: Number of ranks in the largest group.
+            wire_seconds: Seconds that the busiest link needs at its full rate for the bytes of a ring.
+            nbytes: Bytes that the busiest member sends.
+
+        Raises:
+            ValueError: The phase is another collective between nodes.
         """
         if members <= 1:
             return 0.0
@@ -147,7 +172,13 @@ class NcclModel:
         return self.all_reduce_between(members, wire_seconds, nbytes)
 
     def all_reduce_between(self, members: int, wire_seconds: float, nbytes: float) -> float:
-        """Seconds of an all-reduce over one rank of each node, ring or tree; arguments as for `phase`."""
+        """Returns the predicted seconds of an all-reduce over one rank of each node: the faster of ring and tree.
+
+        Args:
+            members: Number of ranks.
+            wire_seconds: Seconds that the busiest link needs at its full rate for the bytes of a ring.
+            nbytes: Bytes that the busiest member sends in a ring.
+        """
         steps, levels = 2 * (members - 1), math.floor(math.log2(members))
         channels = max(1, round(self._nics / self.per_node))
         plateau = nbytes * members / steps >= PLATEAU_NBYTES * channels * members
@@ -175,16 +206,16 @@ class NcclModel:
         *,
         by_links: bool = False,
     ) -> float:
-        """Seconds of an all_to_all of payloads and an all_gather of reduced ones.
+        """Returns the predicted seconds of a compressed phase: an all_to_all of payloads, an all_gather of their sums.
 
         Args:
-            members: Ranks that exchange.
-            crossing: Steps between nodes of a ring over them; 0 where they share a node.
-            wire_seconds: What the busiest link needs for the bytes of both at its full rate.
-            nbytes: That the busiest member sends in both.
-            rounds: Of collectives; 2 are one all_to_all and one all_gather.
-            by_links: Whether owners have unequal parts: they send each rank their sums, as in an all_to_all. Their
-                launches, one for each piece, are no term here, nor are those of other compressors.
+            members: Number of ranks that exchange.
+            crossing: Number of a ring's steps that cross nodes; 0 if the ranks share a node.
+            wire_seconds: Seconds that the busiest link needs at its full rate for the bytes of both collectives.
+            nbytes: Bytes that the busiest member sends in both.
+            rounds: Number of collectives; 2 are one all_to_all and one all_gather, others are proportional.
+            by_links: Whether owners have unequal parts: then they send each rank their sums, as in an all_to_all. The
+                host's time for launches is not included.
         """
         if members <= 1:
             return 0.0
@@ -193,20 +224,26 @@ class NcclModel:
         return rounds / 2 * (sent + (sent if by_links else self.gather(members, crossing, half, own)))
 
     def all_to_all(self, members: int, crossing: int, wire_seconds: float) -> float:
-        """Seconds of an all_to_all; `wire_seconds` is what the busiest link needs for its bytes at its full rate."""
+        """Returns the predicted seconds of an all_to_all.
+
+        Args:
+            members: Number of ranks.
+            crossing: Number of a ring's steps that cross nodes; 0 if the ranks share a node.
+            wire_seconds: Seconds that the busiest link needs at its full rate.
+        """
         if members <= 1:
             return 0.0
         hop = self._network_hop(TREE, SIMPLE) if crossing else self._hop[RING][SIMPLE]
         return BASE_SECONDS[RING][SIMPLE] + hop + (members - 2) * self._posted + wire_seconds
 
     def gather(self, members: int, crossing: int, wire_seconds: float, nbytes: float) -> float:
-        """Seconds of an all_gather, or of a reduce_scatter, which NCCL prices alike: a ring, or PAT.
+        """Returns the predicted seconds of an all_gather or a reduce_scatter, which NCCL prices alike: ring or PAT.
 
         Args:
-            members: Ranks of it.
-            crossing: Steps between nodes of a ring over them; 0 where they share a node.
-            wire_seconds: What the busiest link needs for its bytes at its full rate.
-            nbytes: That the busiest member sends.
+            members: Number of ranks.
+            crossing: Number of a ring's steps that cross nodes; 0 if the ranks share a node.
+            wire_seconds: Seconds that the busiest link needs at its full rate.
+            nbytes: Bytes that the busiest member sends.
         """
         if members <= 1:
             return 0.0
@@ -224,7 +261,13 @@ class NcclModel:
         return min(gathers)
 
     def _by_protocol(self, wire_seconds: float, nbytes: float, *, inside: bool) -> Iterator[tuple[int, float]]:
-        """Protocols that are allowed, and the seconds of the bytes with each."""
+        """Yields each protocol that NCCL may use, with the seconds that it needs for the bytes, without latency.
+
+        Args:
+            wire_seconds: Seconds that the busiest link needs at its full rate.
+            nbytes: Bytes that the busiest member sends.
+            inside: Whether the ranks share a node.
+        """
         yield LL, max(wire_seconds / LL_SHARE, nbytes / self._most_ll(inside=inside))
         if self.fabric.ll128 if not inside else self.fabric.nvlink:
             yield LL128, wire_seconds / LL128_SHARE
@@ -289,12 +332,17 @@ class NcclModel:
         return latency + max(nbytes * 2 * (self.size - 1) / self.size / rate, self._tree_wire(nbytes))
 
     def _nvls_rate(self) -> float:
-        """Bus bandwidth of in-network reduction: two operations in a pipeline, one channel in `heads` spent."""
+        """Returns the bus bandwidth of NVLS in bytes per second: reduction and broadcast in the NVSwitch overlap.
+
+        The bus bandwidth is the rate at which each rank of a ring would have to send to be as fast. It is twice the
+        rate of NVLink that NVLS reaches, because both operations run at once, times (n - 1) / n with n ranks on a node,
+        because NCCL counts one channel of n as spent.
+        """
         efficiency = NVLS_EFFICIENCY[max(known for known in NVLS_EFFICIENCY if known <= self._generation)]
         return 2 * self.inside * efficiency * (self.widest - 1) / self.widest
 
     def _tree_wire(self, nbytes: float) -> float:
-        """What the busiest NIC needs for a double binary tree at its full rate."""
+        """Returns the seconds that the busiest NIC needs at its full rate for a double binary tree of `nbytes`."""
         return 0.0 if self.nodes == 1 else nbytes * min(2.0, self.nodes / 2) / self.outwards
 
     def _protocols(self) -> Iterator[int]:
@@ -304,7 +352,7 @@ class NcclModel:
         yield SIMPLE
 
     def _only_rate(self) -> float:
-        """Where a call uses links of one kind: those of the node, or between ranks that are alone on theirs."""
+        """Returns the link rate of a call that uses one kind of links: inside one node, or else between nodes."""
         return self.inside if self.nodes == 1 else self.outwards
 
     def _most_ll(self, *, inside: bool) -> float:
@@ -323,11 +371,11 @@ class NcclModel:
         return self._nics * (2 if doubled else 1)
 
     def _inner_hop(self, protocol: int) -> float:
-        """A step inside a node of a ring that also crosses nodes."""
+        """Returns the latency in seconds of a step inside a node, of a ring that also crosses nodes."""
         return max(self._hop[RING][protocol], self._posted * (3 if protocol == SIMPLE else 1))
 
     def _network_hop(self, algorithm: str, protocol: int) -> float:
-        """A step between nodes; with Simple the network's own latency counts once more, for the flush."""
+        """Returns the latency in seconds of a step between nodes; Simple adds the network's once more for its flush."""
         table = HOP_SECONDS["network"][TREE if algorithm == "pat" else algorithm]
         return table[protocol] + self.fabric.network_seconds * self._flushes(protocol)
 
@@ -341,7 +389,10 @@ class NcclModel:
 
 @lru_cache(maxsize=64)
 def nccl_model(cluster: Cluster) -> NcclModel:
-    """NCCL's model of a cluster, worked out once.
+    """Returns NCCL's model of a cluster, made once.
+
+    Args:
+        cluster: Placement of the ranks, and link rates.
 
     Raises:
         ValueError: It has no fabric, or more than two levels.

@@ -83,7 +83,7 @@ class Transfer:
 
     Attributes:
         op: `reduce_scatter`, `all_reduce` or `all_gather`.
-        level: As in the phase.
+        level: Index into the cluster's levels, as in the phase.
         members: Global ranks, in group order.
         start: First element of the region.
         stop: One past its last element.
@@ -101,7 +101,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A range of elements that one rank sends to another, at the same offset in the tensors of both."""
+    """A range of elements that one rank sends to another, at the same offset in the tensors of both.
+
+    Attributes:
+        source: Sending rank.
+        target: Receiving rank.
+        start: First element.
+        stop: One past the last element.
+    """
 
     source: int
     target: int

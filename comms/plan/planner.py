@@ -382,7 +382,14 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None, *, o
 
 
 def compressed_cost(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice) -> PhaseCost:
-    """Returns the cost of a compressed phase, for each byte of the bucket."""
+    """Returns the cost of a compressed phase on the wire, for each byte of the bucket.
+
+    Args:
+        cluster: Placement of the ranks, and link rates.
+        phase: The phase.
+        cost: Cost of the same phase without a compressor.
+        price: Cost of the compressor; its seconds of encoding are not added here.
+    """
     link = cluster.levels[phase.level].link
     if phase.whole and price.exchanged:
         cost = exchange_cost(cluster)
@@ -408,7 +415,7 @@ def _costs(
         cluster: Placement of the ranks, and link rates.
         name: Name of the plan.
         algorithm: Algorithm of the flat plan instead of a ring.
-        owned: As in `CodecPrice`; 0 without a compressor.
+        owned: Part of a compressor's bytes that goes to owners; 0 without a compressor.
     """
     if 0 < owned < 1 and cluster.equal_sums:
         (those, largest), (others, _) = (_known_costs(cluster, name, algorithm, each) for each in (True, False))
@@ -435,5 +442,5 @@ def with_reason(plan: Plan, why: str) -> Plan:
 
 
 def _only_flat(cluster: Cluster) -> bool:
-    """Whether every plan is the flat one: there is one level of links, and they are alike."""
+    """Returns whether every plan is the flat one, because there is one level of links with equal rates."""
     return all(phase.whole for phase in make_phases(cluster, "hierarchical"))

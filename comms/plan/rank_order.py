@@ -1,4 +1,4 @@
-"""An all_reduce in which the order of sums does not depend on the position of an element.
+"""Splits an all_reduce so that the order of sums does not depend on the position of an element.
 
 A ring starts the sum of each slice at another rank, so the order of an element's sum, and its last bits, depend on its
 place. Here every element is summed by the same tree over the ranks, whoever does the sum: neighbours on one node halve

@@ -249,7 +249,16 @@ class RankPlans:
         return RankPlan(plan, chunks, ((0, 0), *hops), turn, direct)
 
     def _rings(self, numel: int, base: Plan, layout: Layout | None) -> list[tuple[int, int]]:
-        """The runs of a bucket that a plan with equal shares has one ring each sum, ascending."""
+        """Returns the ranges of a bucket that a plan with equal shares sums in one ring each, ascending.
+
+        Args:
+            numel: Elements of the bucket.
+            base: Plan with equal shares.
+            layout: Parameters of the bucket, if it may be compressed.
+
+        Returns:
+            (First element, one past the last) of each ring.
+        """
         plan = executable(base, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition, schedule = self._partition(plan, layout), Schedule(self.cluster, plan)
         return sorted(
@@ -312,7 +321,9 @@ class RankPlans:
         self.clear()
 
     def settle(self, nbytes: int) -> None:
-        """Uses the best plan for `nbytes` for every size, so that sums have one order whatever the size of a bucket.
+        """Fixes one plan for every size of bucket: the best for `nbytes`, so that all sums have one order.
+
+        Does nothing if a plan was asked for by name.
 
         Args:
             nbytes: Size of a usual bucket.

@@ -91,12 +91,18 @@ class Shape:
         return crossed
 
     def book(self, sources: Ints, crossed: Ints, nbytes: Floats) -> Egress:
-        """Adds up the bytes that messages send over the link of each unit.
+        """Adds up, for each unit (rank, node, rack, ...), the bytes that messages send through its outgoing link.
+
+        A message counts for the link of its sender's unit at every level from 1 to the highest that it crosses; one
+        that stays inside a node counts for the sender's link of level 0 only. Messages of 0 bytes do not count.
 
         Args:
-            sources: Sending rank of each message.
-            crossed: Highest level that it crosses.
-            nbytes: Its bytes, for one byte of the bucket.
+            sources: Sending rank of each message, 1-D.
+            crossed: Highest level whose link each message uses, 1-D; see `crossings`.
+            nbytes: Bytes of each message for one byte of the bucket, 1-D.
+
+        Returns:
+            For each level the bytes, and the number of ranks that send, of every unit below it.
         """
         booked: list[Floats] = []
         senders: list[Ints] = []
