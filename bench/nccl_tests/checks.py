@@ -1,8 +1,8 @@
-"""How a result is judged: bit by bit, or by the bound of its compressor.
+"""Checks of results: exact ones are compared bit by bit, lossy ones with the error bound of their compressor.
 
-What a compressor loses is checked against a bound; its figures stand beside the table, never in it. Inputs are drawn
-as gradients are: a part that all ranks share and noise of each rank's own. One step is taken with empty residuals, so
-that the bounds below hold; s is the true sum, x_r the inputs, e the error of the result.
+The errors of compressors are shown in a table of their own. Inputs resemble gradients: the sum of a part that all ranks
+share and of noise that differs from rank to rank. One step is taken with empty residuals, so that the bounds below
+hold; s is the true sum, x_r the inputs, e the error of the result.
 
 | compressor | bound                                                | why                                          |
 |------------|------------------------------------------------------|----------------------------------------------|
@@ -37,7 +37,13 @@ from gradwire.compressors.base import Codec, Compressor
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is the same in a series of rows; `root` is -1 and `operation` `none` where the collective has none."""
+    """Parameters that a series of rows shares.
+
+    Attributes:
+        element: Type of the elements.
+        operation: Name of the reduction; `none` if the collective does not reduce.
+        root: Rank of the root; -1 if the collective has none.
+    """
 
     element: ElementType
     operation: str
@@ -45,22 +51,31 @@ class Case:
 
 
 class ResultCheck(Protocol):
-    """How a result is judged."""
+    """Protocol of a check of a collective's results."""
 
     def wrong(
         self, backend: Backend, collective: CollectiveSpec, case: Case, counts: Counts, in_place: bool, seed: int
     ) -> int:
-        """Runs the operation once on inputs of its own and counts this rank's wrong elements."""
+        """Runs a collective once on inputs that it makes, and returns the number of this rank's wrong elements.
+
+        Args:
+            backend: Library that runs the collective.
+            collective: Collective to run.
+            case: Element type, operation and root.
+            counts: Numbers of elements.
+            in_place: Whether input and output share memory.
+            seed: Seed of the inputs, the same on all ranks.
+        """
 
 
 class Buffers:
     """Memory for one operation on this rank, out of place and in place.
 
     Args:
-        counts: Of the largest operation.
-        element: Of the elements.
+        counts: Numbers of elements of the largest operation.
+        element: Type of the elements.
         rank: This rank.
-        device: Where.
+        device: Device of the memory.
     """
 
     def __init__(self, counts: Counts, element: ElementType, rank: int, device: torch.device) -> None:
@@ -73,7 +88,12 @@ class Buffers:
         self.output.view(torch.uint8).zero_()
 
     def views(self, counts: Counts, in_place: bool) -> tuple[Tensor, Tensor]:
-        """(output, source) of one operation."""
+        """Returns the tensors (output, source) of one operation, as views of the memory.
+
+        Args:
+            counts: Numbers of elements of the operation.
+            in_place: Whether the two share memory.
+        """
         if not in_place:
             return self.output[: counts.output], self.source[: counts.source]
         first, second = self._rank * counts.output_offset, self._rank * counts.source_offset
@@ -81,7 +101,12 @@ class Buffers:
 
 
 class ExactCheck:
-    """Compares bit by bit with what the inputs must give."""
+    """Check of exact results: every element must be the one that the inputs give.
+
+    Args:
+        ranks: Number of ranks.
+        device: Device of the tensors.
+    """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         self._ranks = ranks
@@ -101,10 +126,15 @@ class ExactCheck:
 
 
 def cases(collective: CollectiveSpec, options: argparse.Namespace, ranks: int) -> list[Case]:
-    """Every combination of element type, operation and root that the options ask for.
+    """Returns every combination of element type, operation and root that the options ask for.
+
+    Args:
+        collective: Collective that is timed.
+        options: Options of the command line.
+        ranks: Number of ranks.
 
     Raises:
-        ValueError: `-r` is no rank.
+        ValueError: `-r` is not below the number of ranks.
     """
     if options.root is not None and options.root >= ranks:
         raise ValueError(f"`-r`: found {options.root}, wanted a rank below {ranks}, or all")
@@ -124,24 +154,25 @@ def cases(collective: CollectiveSpec, options: argparse.Namespace, ranks: int) -
 
 
 _SHARED, _OWN = 1.0, 0.5
-"""Standard deviations of the two parts of a gradient."""
+"""Standard deviations of the two parts of a gradient: the one that ranks share, and each rank's noise."""
 
 _TIMED_CODINGS = 3
+"""Number of times that a tensor is encoded and decoded; the median time counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodingLoss:
-    """What one size lost and saved.
+    """Error and bytes of a compressed all-reduce of one size.
 
     Attributes:
-        nbytes: Size of the tensor.
-        bound: The bound that was checked, in words.
+        nbytes: Size of the tensor in bytes.
+        bound: Error bound that was checked, as a formula.
         relative_error: norm(result - sum) / norm(sum).
-        cosine: Between result and sum.
-        logical_nbytes: Bytes that this phase would send without a compressor, of the rank that sends most.
-        wire_nbytes: Bytes that it sends.
-        encode_seconds: To encode a rank's shard; None where the compressor has no codec of its own.
-        decode_seconds: To decode it.
+        cosine: Cosine of the angle between the result and the exact sum.
+        logical_nbytes: Bytes that the rank which sends most would send between nodes without a compressor.
+        wire_nbytes: Bytes that the rank which sends most did send between nodes.
+        encode_seconds: Seconds to encode a rank's shard; None if the compressor is not a codec.
+        decode_seconds: Seconds to decode it; None if the compressor is not a codec.
     """
 
     nbytes: int
@@ -155,14 +186,24 @@ class CodingLoss:
 
 
 def gradients(ranks: int, numel: int, seed: int) -> list[Tensor]:
-    """Every rank's input: 1-D float32."""
+    """Returns the inputs of all ranks, which resemble gradients: 1-D float32 tensors on the CPU.
+
+    Args:
+        ranks: Number of ranks.
+        numel: Elements of each input.
+        seed: Seed of the random numbers.
+    """
     generator = torch.Generator().manual_seed(1_000_003 * seed + 17)
     shared = torch.randn(numel, generator=generator) * _SHARED
     return [shared + torch.randn(numel, generator=generator) * _OWN for _ in range(ranks)]
 
 
 def bound_of(name: str) -> str:
-    """The bound of a compressor in words."""
+    """Returns the error bound of a compressor as a formula; the general one for a name without a bound of its own.
+
+    Args:
+        name: Name of the compressor.
+    """
     return {
         "none": "equal to a float32 sum within 2^-22 sum_r |x_r|",
         "fp16": "|e_i| <= 2^-10 sum_r |x_ri|",
@@ -173,12 +214,12 @@ def bound_of(name: str) -> str:
 
 
 def count_outside(name: str, result: Tensor, inputs: list[Tensor]) -> int:
-    """Elements outside the bound; all of them where a norm is.
+    """Returns the number of elements outside a compressor's bound; all if the bound is one of the norm, and not kept.
 
     Args:
-        name: Of the compressor.
-        result: 1-D float32, on the CPU.
-        inputs: Of all ranks.
+        name: Name of the compressor.
+        result: Sum that the compressed all-reduce gave, 1-D float32 on the CPU.
+        inputs: Inputs of all ranks, of the same shape.
     """
     total = torch.stack(inputs).double().sum(0)
     error = (result.double() - total).abs()
@@ -198,12 +239,12 @@ def count_outside(name: str, result: Tensor, inputs: list[Tensor]) -> int:
 
 
 class LossyCheck:
-    """Judges a lossy all_reduce by its compressor's bound, and keeps what it lost.
+    """Check of compressed all-reduces by their compressor's bound; it also collects their errors and bytes.
 
     Args:
-        ranks: How many.
-        device: Of the tensors.
-        control: Group of all ranks.
+        ranks: Number of ranks.
+        device: Device of the tensors.
+        control: gloo group of all ranks, for exchanging measurements.
     """
 
     def __init__(self, ranks: int, device: torch.device, control: dist.ProcessGroup) -> None:
@@ -211,7 +252,7 @@ class LossyCheck:
         self._device = device
         self._control = control
         self.losses: list[CodingLoss] = []
-        """The losses of the out-of-place halves, in the order of the rows."""
+        """Errors and bytes of the all-reduces that were out of place, in the order of the rows."""
 
     def wrong(
         self, backend: Backend, collective: CollectiveSpec, case: Case, counts: Counts, in_place: bool, seed: int
@@ -256,7 +297,12 @@ class LossyCheck:
 
 
 def coding_seconds(codec: Codec, flat: Tensor) -> tuple[float, float]:
-    """Median seconds to encode and to decode `flat` (1-D float32), which is left alone."""
+    """Returns the median seconds to encode and to decode a tensor.
+
+    Args:
+        codec: Codec to time.
+        flat: Tensor to encode, 1-D float32 on any device; it is not changed.
+    """
     payload = torch.empty(codec.wire_nbytes(flat.numel()), dtype=torch.uint8, device=flat.device)
     target = torch.empty_like(flat)
     encode, decode = [], []

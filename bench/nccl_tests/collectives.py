@@ -1,4 +1,4 @@
-"""A collective is a record of functions: how much it moves, how to run it, what goes in and what must come out.
+"""The collectives that are timed, each as a record of functions: its sizes, how to run it, and its expected result.
 
 Source: nccl-tests, doc/PERFORMANCE.md (bus bandwidth) and the GetCollByteCount functions of src/*.cu (counts).
 """
@@ -13,19 +13,19 @@ from gradwire.bench.nccl_tests.backends.backend import Backend, Issue, copy_firs
 from gradwire.bench.nccl_tests.verify import ExactInputs
 
 CHUNK_NBYTES = 16
-"""What a rank's part of all_gather, reduce_scatter and alltoall is rounded down to, as nccl-tests does."""
+"""Unit in bytes to which a rank's part of all_gather, reduce_scatter and alltoall is rounded down, as in nccl-tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Elements of one operation.
+    """Numbers of elements of one operation on one rank.
 
     Attributes:
-        source: Of the input.
-        output: Of the output.
-        shown: In the column `count`.
-        source_offset: Where, in units of elements for each rank, the input lies in the buffer of an in-place operation.
-        output_offset: The same for the output.
+        source: Elements of the input.
+        output: Elements of the output.
+        shown: Number in the column `count`.
+        source_offset: Elements from one rank's input to the next rank's in the buffer of an in-place operation.
+        output_offset: Elements from one rank's output to the next rank's in that buffer.
     """
 
     source: int
@@ -36,23 +36,25 @@ class Counts:
 
 
 Prepare = Callable[[Backend, Tensor, Tensor, str, int], Issue]
-"""(backend, output, source, operation, root); in place, output and source share memory.
+"""Function (backend, output, source, operation, root) that prepares a collective; in place, output and source share
+memory.
 
-Torch and gradwire reduce and broadcast in place; out of place means a copy first, which is part of the time.
+torch and gradwire reduce and broadcast in place only. For them, out of place means a copy first, which is timed too.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSpec:
-    """What the bench knows about a collective.
+    """Description of one collective: its sizes, how to run it, and its expected result.
 
     Attributes:
-        name: On the command line and in the output.
-        counts: (elements asked for, ranks, bytes of an element) -> elements moved.
-        bus_factor: ranks -> busbw / algbw.
-        prepare: Gives what issues it.
-        expected: (inputs, counts, rank, root) -> what the output must hold on this rank; None: nothing to check.
-        reduces: Whether it has an operation.
+        name: Name on the command line and in the output.
+        counts: Function (elements asked for, ranks, bytes of an element) -> numbers of elements of the operation.
+        bus_factor: Function from the number of ranks to the ratio busbw / algbw.
+        prepare: Function that prepares an operation and returns the function that issues it.
+        expected: Function (inputs, counts, rank, root) -> the output that this rank must have; None if it has none to
+            check.
+        reduces: Whether it reduces, and so has an operation.
         rooted: Whether it has a root.
     """
 
@@ -111,7 +113,15 @@ def _in_output(output: Tensor, source: Tensor, issue: Issue) -> Issue:
 
 
 def _from_aside(output: Tensor, source: Tensor, prepare: Callable[[Tensor, Tensor], Issue]) -> Issue:
-    """Copies the input aside first, in place: no library exchanges all parts inside one buffer."""
+    """Prepares an exchange; in place, each iteration first copies the input to other memory.
+
+    No library exchanges the parts of all ranks inside one buffer.
+
+    Args:
+        output: Tensor to fill.
+        source: Tensor to send.
+        prepare: Function (output, source) that prepares the exchange out of place.
+    """
     if not _shares_memory(output, source):
         return prepare(output, source)
     aside = torch.empty_like(source)
@@ -188,4 +198,4 @@ COLLECTIVES = {
         ),
     )
 }
-"""What the bench knows about each collective, by name."""
+"""Name -> description of each collective that the bench can time."""

@@ -41,13 +41,15 @@ ONE_RANK = (
 
 
 def main(argv: list[str]) -> int:
-    """Runs the bench as one rank of a job, or starts the ranks; returns the exit status.
+    """Runs the bench as one rank of a job, or starts the ranks of `-g`; returns the exit status.
 
     Args:
-        argv: A collective and flags; or `kernels` and what that takes.
+        argv: Words of the command line after `bench`: a collective and flags; or `kernels` or `codecs`, with the flags
+            of those commands.
 
     Returns:
-        0; 1 if a result is wrong, the mean is below NCCL_TESTS_MIN_BW, or a rank failed; 2 for a bad flag.
+        0 if all went well; 1 if a result is wrong, the mean bandwidth misses NCCL_TESTS_MIN_BW, or a rank failed; 2 for
+        a bad flag.
     """
     own = {"kernels": "gradwire.bench.kernels.command", "codecs": "gradwire.bench.kernels.codecs"}
     if argv and argv[0] in own:
@@ -78,7 +80,13 @@ def main(argv: list[str]) -> int:
 
 
 def _check_places(options: argparse.Namespace, ranks: int) -> None:
-    """What only the rank that writes can find out, before anything starts.
+    """Checks before the start that the files can be written, and that the tensors fit in memory.
+
+    Only the rank that writes the files calls it.
+
+    Args:
+        options: Options of the command line.
+        ranks: Number of ranks that this process starts on this machine, 1 under a launcher.
 
     Raises:
         ValueError: A file cannot be written, or the tensors of `ranks` ranks do not fit into this machine's memory.
@@ -98,7 +106,10 @@ def _check_places(options: argparse.Namespace, ranks: int) -> None:
 def _start_ranks(
     size: int, options: argparse.Namespace, specs: list[BackendSpec], wanted: float | None, argv: list[str]
 ) -> int:
-    """Forks the ranks of -g from this process, which has imported torch and started no thread of it yet."""
+    """Forks the ranks of `-g`, and returns the exit status of the job.
+
+    This process has imported torch, but none of torch's threads has started yet, so that it can be forked.
+    """
     with held_port() as port:
         starts = [Start("-g", rank, size, "127.0.0.1", port) for rank in range(size)]
         return fork_ranks(starts, lambda start, _: _run_rank(start, options, specs, wanted, argv), [])
@@ -129,14 +140,14 @@ def _run_rank(
 
 
 class Bench:
-    """One rank's run of all blocks; rank 0 writes.
+    """One rank's run of all tables (blocks), one for each backend, plan and compressor; rank 0 prints and writes.
 
     Args:
         world: All ranks.
-        options: Of the command line.
-        wanted: NCCL_TESTS_MIN_BW.
-        argv: As the user wrote it.
-        timeout: For every collective.
+        options: Options of the command line.
+        wanted: Value of NCCL_TESTS_MIN_BW in GB/s, the mean bandwidth to reach; None without it.
+        argv: Words of the command line after `bench`, which the JSON records.
+        timeout: Time limit of every collective.
     """
 
     def __init__(
@@ -158,7 +169,15 @@ class Bench:
         torch.set_num_threads(max(1, torch.get_num_threads() // local))
 
     def run(self, specs: list[BackendSpec]) -> int:
-        """Runs every block, -N times; returns the exit status."""
+        """Measures every block, -N times, and writes the files; returns the exit status, 0 or 1.
+
+        Args:
+            specs: Backends to measure, each with its plan and compressor.
+
+        Raises:
+            ValueError: A backend cannot be used on these ranks, or can run none of the cases.
+            RuntimeError: A library is missing, or a rank did not respond in time.
+        """
         started, blocks = now(), []
         self._warn()
         cycle = 0
@@ -174,7 +193,7 @@ class Bench:
         return int(failed)
 
     def _block(self, spec: BackendSpec, backend: Backend) -> BenchBlock:
-        """One table: from its first line to its last."""
+        """Measures one block and prints its table, from the first line to the last. Collective."""
         world, options = self._world, self._options
         check: ResultCheck
         lossy = LossyCheck(world.size, self._device, world.control) if spec.lossy else None
@@ -208,7 +227,11 @@ class Bench:
         return BenchBlock(facts | after, rows, losses)
 
     def _runnable(self, backend: Backend) -> list[Case]:
-        """The cases that the backend can run; the others are named, and alone they are an error."""
+        """Returns the cases that the backend can run, and prints why others are left out.
+
+        Raises:
+            ValueError: The backend can run none of the cases.
+        """
         refused: dict[str, None] = {}
         found = []
         for case in self._cases:
@@ -231,7 +254,11 @@ class Bench:
             self._say(["# warning: one rank, busbw is 0 by definition"])
 
     def _many_checks(self, seconds: float) -> None:
-        """Nothing bounds -c, as in nccl-tests; but whoever waits knows what for."""
+        """Warns on stderr that the checks of `-c`, which has no upper bound here or in nccl-tests, take long.
+
+        Args:
+            seconds: Seconds that one check took.
+        """
         if self._world.rank == 0:
             self._status.clear()
             count = self._options.check
@@ -257,7 +284,12 @@ class Bench:
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else processor()
 
     def _write(self, blocks: list[BenchBlock], started: str) -> None:
-        """What -J, --json and --csv ask for."""
+        """Writes the JSON and CSV that -J, --json and --csv ask for.
+
+        Args:
+            blocks: All tables.
+            started: Date and time of the run's start.
+        """
         if self._options.output_file is not None or self._options.json:
             record = to_json(
                 blocks,
@@ -286,7 +318,12 @@ def _create(path: Path, text: str) -> None:
 
 
 def loss_table(compressor: str, losses: list[CodingLoss]) -> Table:
-    """What was lost and saved, as a table of its own."""
+    """Returns a table of a compressor's errors, bytes and times.
+
+    Args:
+        compressor: Name of the compressor, for the title.
+        losses: Rows of the table, at least one.
+    """
     columns = right_columns("size (B)", "error", "cosine", "exact (B)", "sent (B)", "ratio", "encode", "decode")
     title = f"{compressor}: {losses[0].bound}; times in us"
     table = Table(*columns, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -7,12 +7,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """An element type.
+    """Element type of a collective's tensors.
 
     Attributes:
-        name: As nccl-tests writes it.
-        torch: As torch writes it.
-        exact: Largest integer up to which every integer has an exact value; the inputs of a sum stay below it.
+        name: Name in nccl-tests.
+        torch: dtype of torch.
+        exact: Largest integer up to which the type represents every integer exactly; sums of the inputs stay below it.
         signed: Whether it has negative values.
     """
 
@@ -23,7 +23,7 @@ class ElementType:
 
     @property
     def nbytes(self) -> int:
-        """Size of one element."""
+        """Size of one element in bytes."""
         return self.torch.itemsize
 
     @property
@@ -55,7 +55,7 @@ OPERATIONS = ("sum", "prod", "max", "min", "avg", "mulsum")
 """The reductions of nccl-tests; `mulsum` multiplies every input by `MULSUM_FACTOR` first."""
 
 MULSUM_FACTOR = 2.0
-"""A power of two: exact in every floating type."""
+"""Factor of `mulsum`: a power of two, so that the product is exact in every floating type."""
 
 NO_ARITHMETIC = {torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
-"""Torch moves these but neither adds nor compares them on CPU."""
+"""dtypes that torch can copy and send, but neither add nor compare on the CPU."""

@@ -18,27 +18,30 @@ BACKENDS = ("gradwire", "gloo", "nccl", "mpi", "shm", "nccl-raw")
 ALGORITHMS = ("auto", "flat", "hierarchical", "leader")
 
 MOST_NBYTES = 2**50
-"""Most bytes of a tensor: a thousand times the memory of a large machine."""
+"""Upper limit of a tensor's size in bytes: a thousand times the memory of a large machine."""
 MOST_ROWS = 100_000
 _MOST_TIMES = 10**9
-"""Iterations, warm-ups, checks: at a microsecond each a quarter of an hour."""
+"""Upper limit of the numbers of iterations, warm-ups and checks: at a microsecond each a quarter of an hour."""
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print and exit, so that all ranks can agree on who speaks."""
+    """Parser that raises ValueError where argparse would print and exit, so that only one of several ranks prints."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what went wrong."""
+        """Raises ValueError with the message of argparse, its option in backticks."""
         raise ValueError(in_one_form(message))
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size as nccl-tests reads it: `8`, `64K`, `1.5G`, `1GB`, `1 MiB`; the units are powers of 1024.
+    """Returns the bytes of a size as nccl-tests reads it: `8`, `64K`, `1.5G`, `1GB`, `1 MiB`; units are powers of 1024.
+
+    Args:
+        text: Word of the command line.
 
     Raises:
-        argparse.ArgumentTypeError: It is no size.
+        argparse.ArgumentTypeError: The text is no size, or more than `MOST_NBYTES`.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:\s*([kmg])(?:i?b|bytes)?)?", text.strip(), re.ASCII | re.IGNORECASE)
     if match is None:
@@ -50,11 +53,13 @@ def parse_size(text: str) -> int:
 
 
 def _collective(text: str) -> str:
-    """The collective of its name, or of the name of nccl-tests' program for it: `all_reduce_perf`."""
+    """Returns a collective's name, given that or the path of nccl-tests' program for it, such as `all_reduce_perf`."""
     return Path(text).name.removesuffix("_perf")
 
 
 def _at_least(lowest: int, highest: int = _MOST_TIMES) -> "type[int]":
+    """Returns a converter for argparse that accepts whole numbers from `lowest` to `highest`."""
+
     def convert(text: str) -> int:
         # Ten digits are more than any of these may have; Python refuses to read 5,000.
         value = int(text) if re.fullmatch(r"\s*[+-]?\d{1,10}\s*", text, re.ASCII) else None
@@ -86,6 +91,8 @@ def _root(text: str) -> int | None:
 
 
 def _names(known: tuple[str, ...]) -> "type[str]":
+    """Returns a converter for argparse from names separated by commas to a tuple of different names, all of `known`."""
+
     def convert(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(text.split(",")))
         unknown = [name for name in names if name not in known]
@@ -97,6 +104,8 @@ def _names(known: tuple[str, ...]) -> "type[str]":
 
 
 def _output(suffix: str) -> "type[Path]":
+    """Returns a converter for argparse that accepts file names with this suffix in an existing folder."""
+
     def convert(text: str) -> Path:
         path = Path(text)
         if path.suffix != suffix:
@@ -186,7 +195,17 @@ def _add_number(
     meaning: str = "",
     metavar: str | None = None,
 ) -> None:
-    """Adds a flag with a whole number; its help ends with the default, and with what that means."""
+    """Adds a flag that takes a whole number.
+
+    Args:
+        group: Group of options to which it is added.
+        flags: Short and long name of the flag.
+        text: Beginning of its help, which ends with the default.
+        default: Value without the flag.
+        bounds: Least and largest value.
+        meaning: What the default does, for the help; with its punctuation.
+        metavar: Name of the value in the help; None for the flag's name.
+    """
     words = f"{text} (default {default}{meaning})"
     group.add_argument(*flags, type=_at_least(*bounds), default=default, metavar=metavar, help=words)
 
@@ -272,7 +291,10 @@ def _add_backends(parser: Parser) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Reads the command line and checks what argparse cannot.
+    """Parses the command line, and checks what argparse cannot.
+
+    Args:
+        argv: Words of the command line after `bench`.
 
     Raises:
         ValueError: A value does not fit; the message names the flag.
@@ -299,10 +321,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def sizes(options: argparse.Namespace) -> list[int]:
-    """The sizes of the rows, in bytes.
+    """Returns the sizes of the rows in bytes, from `-b` to `-e`, in steps of `-i` or `-f`.
+
+    Args:
+        options: Options of the command line.
 
     Raises:
-        ValueError: There are more than anybody waits for.
+        ValueError: There are more than `MOST_ROWS`.
     """
     found = [options.minbytes]
     while True:

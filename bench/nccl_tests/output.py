@@ -1,4 +1,4 @@
-"""What a run leaves behind: nccl-tests' standard output, its JSON (file version 3), and CSV."""
+"""Output of a run: the text of nccl-tests, its JSON (file version 3), and CSV."""
 
 import argparse
 import csv
@@ -13,13 +13,13 @@ from gradwire.bench.nccl_tests.rows import IterationTimes, RowHalf, TableRow
 from gradwire.bench.terminal import fitting_width
 
 MIN_BANDWIDTH_SHARE = 0.9
-"""nccl-tests fails a run whose average is below this share of NCCL_TESTS_MIN_BW."""
+"""Share of NCCL_TESTS_MIN_BW below which the mean bandwidth makes a run fail, as in nccl-tests."""
 
 _TIME_WIDTH, _RATE_WIDTH = 7, 6
 
 
 def number_text(value: float, width: int) -> str:
-    """As many of two decimals as fit into `width`, right-justified; never an exponent."""
+    """Formats a number with two decimals, or as many as fit into `width`, right-justified and without an exponent."""
     for decimals in (2, 1, 0):
         text = f"{value:{width}.{decimals}f}"
         if len(text) <= width:
@@ -28,13 +28,13 @@ def number_text(value: float, width: int) -> str:
 
 
 def plain_number(value: float) -> str:
-    """Six significant digits, as C's %g gives them, but without an exponent."""
+    """Formats a number with six significant digits, as C's %g does, but without an exponent."""
     text = f"{value:g}"
     return text if "e" not in text else f"{value:.12f}".rstrip("0").rstrip(".") if abs(value) < 1 else f"{value:.0f}"
 
 
 def opening(collective: str, options: argparse.Namespace, version: str) -> list[str]:
-    """The first lines: what runs, with which flags."""
+    """Returns the first lines of a table: the collective and the flags of the run."""
     step = f"{plain_number(options.stepfactor)}(factor)" if options.stepfactor > 1 else f"{options.stepbytes}(bytes)"
     return [
         f"# gradwire bench {version}, output as nccl-tests version 2.19",
@@ -49,7 +49,12 @@ def opening(collective: str, options: argparse.Namespace, version: str) -> list[
 
 
 def devices(world: World, device_name: str) -> list[str]:
-    """One line a rank."""
+    """Returns the lines that list the ranks: process, host and device of each.
+
+    Args:
+        world: All ranks.
+        device_name: Name of the device, which is taken to be the same on all ranks.
+    """
     return (
         ["# Using devices"]
         + [
@@ -62,7 +67,11 @@ def devices(world: World, device_name: str) -> list[str]:
 
 
 def facts(pairs: dict[str, str]) -> list[str]:
-    """`# key: value` lines; words that parsers look for are kept out of them."""
+    """Returns facts as lines `# key: value`, without the words by which parsers find other lines.
+
+    Args:
+        pairs: Key -> value, of one or more lines.
+    """
     lines = []
     for key, value in pairs.items():
         first, *rest = value.splitlines() or [""]
@@ -74,17 +83,20 @@ def facts(pairs: dict[str, str]) -> list[str]:
 
 
 def compact_fits_better(options: argparse.Namespace) -> bool:
-    """Whether stdout is a terminal on which nccl-tests' rows would wrap; pipes get them as parsers know them."""
+    """Returns whether rows should be shortened: stdout is a terminal on which those of nccl-tests would wrap.
+
+    Pipes get the full rows, because parsers expect them; so do -I and -S, whose columns the short rows do not have.
+    """
     plain = not (options.per_iter_timing or options.report_timestamps)
     return plain and sys.stdout.isatty() and fitting_width() < len(header(options)[2])
 
 
 def header(options: argparse.Namespace, *, compact: bool = False) -> list[str]:
-    """The heading of the columns.
+    """Returns the lines above the columns.
 
     Args:
-        options: Of the command line.
-        compact: Without count, operation and root, in 80 columns; the lines above the table name them.
+        options: Options of the command line.
+        compact: Whether rows are shortened to 80 columns, without count, operation and root.
     """
     if compact:
         return [
@@ -112,7 +124,13 @@ def header(options: argparse.Namespace, *, compact: bool = False) -> list[str]:
 
 
 def row_line(row: TableRow, options: argparse.Namespace, *, compact: bool = False) -> str:
-    """One row: 13 words, more only with -I or -S, fewer where it is compact (see `header`)."""
+    """Returns the line of a row: 13 words, more only with -I or -S.
+
+    Args:
+        row: Measurements of the row.
+        options: Options of the command line.
+        compact: Whether rows are shortened, see `header`.
+    """
     if compact:
         return f"{row.nbytes:12d} {row.element:>8s}{_half(row.out_of_place, ' ')}{_half(row.in_place, ' ')}"
     line = (
@@ -143,18 +161,29 @@ def _half(half: RowHalf, gap: str = "  ") -> str:
 
 
 def mean_busbw(rows: list[TableRow]) -> float:
-    """The mean of all busbw values of both halves, in GB/s."""
+    """Returns the mean of all busbw values of both halves, in GB/s; 0 without rows."""
     values = [half.busbw for row in rows for half in (row.out_of_place, row.in_place)]
     return sum(values) / len(values) if values else 0.0
 
 
 def too_slow(rows: list[TableRow], wanted: float | None) -> bool:
-    """Whether the mean misses what NCCL_TESTS_MIN_BW asks for."""
+    """Returns whether the mean bandwidth is below `MIN_BANDWIDTH_SHARE` of the wanted one.
+
+    Args:
+        rows: Rows of a table.
+        wanted: Value of NCCL_TESTS_MIN_BW in GB/s; None without it, for which nothing is too slow.
+    """
     return wanted is not None and mean_busbw(rows) < MIN_BANDWIDTH_SHARE * wanted
 
 
 def closing(collective: str, rows: list[TableRow], wanted: float | None) -> list[str]:
-    """The last lines: wrong elements, the mean, the end."""
+    """Returns the last lines of a table: the number of wrong elements, and the mean bandwidth.
+
+    Args:
+        collective: Name of the collective.
+        rows: Rows of the table.
+        wanted: Value of NCCL_TESTS_MIN_BW in GB/s; None without it.
+    """
     wrong = sum(row.wrong for row in rows)
     verdict = "" if wanted is None else " FAILED" if too_slow(rows, wanted) else " OK"
     return [
@@ -167,19 +196,19 @@ def closing(collective: str, rows: list[TableRow], wanted: float | None) -> list
 
 
 FILE_VERSION = 3
-"""The file version of nccl-tests' JSON."""
+"""Version of nccl-tests' JSON format."""
 
 Json = dict[str, object]
 
 
 @dataclasses.dataclass(slots=True)
 class BenchBlock:
-    """One backend's table.
+    """Table of one backend, with one plan and compressor, in one cycle of -N.
 
     Attributes:
-        facts: What stood above it.
-        rows: Of all cycles.
-        losses: With a compressor, by size in bytes.
+        facts: Facts that are printed around the table: key -> value.
+        rows: Rows of the table.
+        losses: Errors and bytes of the compressor, in the order of the rows; empty without one.
     """
 
     facts: dict[str, str]
@@ -188,12 +217,16 @@ class BenchBlock:
 
 
 def now() -> str:
-    """Date and time of day with time zone."""
+    """Returns the date and time in ISO 8601, with the time zone."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def fresh_name(path: Path) -> Path:
-    """`path`, or the first of `path.0`, `path.1` ... that does not exist: as nccl-tests, nothing is overwritten."""
+    """Returns the first of `path`, `path.0`, `path.1` ... that does not exist; like nccl-tests, it overwrites nothing.
+
+    Args:
+        path: Name of the file that the user gave.
+    """
     number, candidate = 0, path
     while candidate.exists():
         candidate = path.with_name(f"{path.name}.{number}")
@@ -213,7 +246,19 @@ def to_json(
     version: str,
     machine: str,
 ) -> Json:
-    """The whole run; rows of all blocks in one list, each with its block's number."""
+    """Returns the JSON object of a run: nccl-tests' fields, with the rows of all blocks in one list, and gradwire's.
+
+    Args:
+        blocks: All tables.
+        options: Options of the command line.
+        world: All ranks.
+        device: Name of the device.
+        argv: Words of the command line after `bench`.
+        started: Date and time of the run's start.
+        wanted: Value of NCCL_TESTS_MIN_BW in GB/s; None without it.
+        version: Version of gradwire.
+        machine: Description of the machine.
+    """
     rows = [row for block in blocks for row in block.rows]
     wrong = sum(row.wrong for row in rows)
     okay = "unchecked" if wanted is None else not any(too_slow(block.rows, wanted) for block in blocks)
@@ -243,7 +288,13 @@ def to_json(
 
 
 def write_csv(path: Path, blocks: list[BenchBlock], collective: str) -> None:
-    """One line for each row and half; of both there is one at least."""
+    """Writes a CSV file with a line for each half of each row.
+
+    Args:
+        path: File to create; it must not exist.
+        blocks: Tables, with at least one row in total.
+        collective: Name of the collective.
+    """
     lines: list[Json] = [
         {
             "collective": collective,

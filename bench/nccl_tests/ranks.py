@@ -1,4 +1,4 @@
-"""How this rank meets the others, and who they are."""
+"""Connection of this rank with the others, and a list of all ranks."""
 
 import os
 import socket
@@ -17,7 +17,14 @@ from gradwire.comms.boundary.gathering import gather_records
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """One rank as the output lists it."""
+    """Process, host and index of one rank, as the output lists them.
+
+    Attributes:
+        rank: Rank in the job.
+        pid: Process ID.
+        hostname: Name of its host.
+        local_rank: Index among the ranks of its host.
+    """
 
     rank: int
     pid: int
@@ -27,7 +34,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """The process of a rank, as it tells the others."""
+    """Message of a rank to the others: its process ID and hostname."""
 
     pid: int
     hostname: str
@@ -35,13 +42,13 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All ranks, met.
+    """All ranks of a job, connected with each other.
 
     Attributes:
-        start: How this rank came to be.
-        store: Reaches all ranks.
-        control: gloo, for barriers and figures; never inside the timed part.
-        ranks: By rank.
+        start: Rank, size and launcher of this process.
+        store: Store that all ranks reach.
+        control: gloo group of all ranks, for barriers and for exchanging measurements; never used while the clock runs.
+        ranks: Description of each rank, by rank.
     """
 
     start: Start
@@ -65,7 +72,7 @@ class World:
         return self.ranks[self.rank].local_rank
 
     def shape(self) -> str:
-        """Nodes and ranks in words: `4 (2 nodes x 2 local ranks)`."""
+        """Returns the number of ranks and of nodes in words, as `4 (2 nodes x 2 local ranks)`."""
         counts = list(Counter(info.hostname for info in self.ranks).values())
         nodes = f"{len(counts)} node{'s' if len(counts) > 1 else ''}"
         if len(set(counts)) == 1:
@@ -74,10 +81,14 @@ class World:
 
 
 def meet(start: Start, timeout: timedelta) -> World:
-    """Connects this rank with all others.
+    """Connects this rank with all others by gloo, as torch's default process group. Collective.
+
+    Args:
+        start: Rank, size and store address of this process.
+        timeout: Time limit for all ranks to join, and of the group's collectives.
 
     Raises:
-        RuntimeError: A rank did not come within `timeout`.
+        RuntimeError: A rank did not join within `timeout`.
     """
     serves = start.rank == 0 and not start.agent_store
     store: Store = TCPStore(start.address, start.port, start.size, serves, timeout)
@@ -96,7 +107,12 @@ def meet(start: Start, timeout: timedelta) -> World:
 
 
 def gather(value: float, group: dist.ProcessGroup) -> list[float]:
-    """One number from every rank, by rank."""
+    """Exchanges a number; returns every rank's on all ranks, by rank. Collective.
+
+    Args:
+        value: Number of this rank.
+        group: gloo group of all ranks.
+    """
     size = dist.get_world_size(group)
     own = torch.tensor([value], dtype=torch.float64)
     found = [torch.empty(1, dtype=torch.float64) for _ in range(size)]

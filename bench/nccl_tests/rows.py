@@ -1,6 +1,6 @@
-"""The rows of a table: buffers, times and checks of one backend over all sizes. No output here, see `output.py`.
+"""Measurement of a table's rows: buffers, times and checks of one backend over all sizes. `output.py` prints them.
 
-One clock runs around all iterations, as in nccl-tests, unless asked otherwise.
+One clock runs around all iterations, as in nccl-tests, unless -I or -z 3 asks for each iteration's time.
 """
 
 import argparse
@@ -18,19 +18,19 @@ from gradwire.bench.nccl_tests.collectives import CollectiveSpec, Counts
 from gradwire.bench.nccl_tests.ranks import gather
 
 CHECK_TIMED = 1
-"""The second check says how long one takes; the first also takes memory."""
+"""Index of the check from which the time of all checks is estimated: the second, as the first also allocates memory."""
 LONG_CHECKS_SECONDS = 30.0
-"""Whoever waits longer for the checks of -c in a row's column hears for how long."""
+"""Estimated time of the remaining checks of a half row above which a warning is printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationTimes:
-    """Seconds of every iteration that was not skipped, the slowest rank's.
+    """Times of single iterations, without those that were skipped.
 
     Attributes:
-        skipped: Iterations left out at the start.
-        seconds: In order.
-        by_rank: The same of every rank.
+        skipped: Number of iterations left out at the start.
+        seconds: Seconds per operation of each iteration on its slowest rank, in order.
+        by_rank: Seconds per operation of each iteration, for each rank.
     """
 
     skipped: int
@@ -38,33 +38,38 @@ class IterationTimes:
     by_rank: tuple[tuple[float, ...], ...]
 
     def percentile(self, percent: float) -> float:
-        """The percentile by nearest rank."""
+        """Returns a percentile of `seconds` by the nearest-rank method.
+
+        Args:
+            percent: 0 to 100.
+        """
         ordered = sorted(self.seconds)
         return ordered[max(0, -(-len(ordered) * percent // 100).__int__() - 1)]
 
     @property
     def mean(self) -> float:
-        """Arithmetic mean."""
+        """Arithmetic mean of `seconds`."""
         return statistics.fmean(self.seconds)
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the population."""
+        """Standard deviation of `seconds`, as of a whole population."""
         return statistics.pstdev(self.seconds)
 
     @property
     def variation(self) -> float:
-        """Deviation over mean, in percent."""
+        """Standard deviation divided by the mean, in percent; 0 if the mean is 0."""
         return 100 * self.deviation / self.mean if self.mean else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one half of a row shows.
+    """Time of an operation in one half of a row.
 
     Attributes:
-        seconds: Per operation, over the ranks as -a says; processor time with -C 1.
-        iterations: With -I or -z 3.
+        seconds: Seconds per operation: rank 0's, or the mean, minimum or maximum over the ranks, as -a says. With -C 1
+            processor time on the CPU, and the time to issue on CUDA.
+        iterations: Times of single iterations; None without -I.
     """
 
     seconds: float
@@ -72,12 +77,12 @@ class Timing:
 
 
 class Timer:
-    """Times operations as the options say.
+    """Clock for operations, as the options ask for it. All ranks call its methods together.
 
     Args:
-        options: Of the command line.
-        device: Of the tensors.
-        control: Group of all ranks for barriers and figures.
+        options: Options of the command line.
+        device: Device of the tensors.
+        control: gloo group of all ranks, for barriers and for exchanging times.
     """
 
     def __init__(self, options: argparse.Namespace, device: torch.device, control: dist.ProcessGroup) -> None:
@@ -93,21 +98,21 @@ class Timer:
         self._control = control
 
     def warm_up(self, issues: Sequence[Issue], iterations: int) -> None:
-        """Runs untimed iterations.
+        """Runs iterations without timing them.
 
         Args:
-            issues: What an iteration issues before it waits: one operation, or with -m several.
-            iterations: How many.
+            issues: Operations that an iteration issues before it waits: one, or several with -m.
+            iterations: Number of iterations.
         """
         for _ in range(iterations):
             _iterate(issues)
         self._finish()
 
     def time(self, issues: Sequence[Issue]) -> Timing:
-        """Times the iterations; all ranks together.
+        """Runs and times the iterations. Collective.
 
         Args:
-            issues: As in `warm_up`.
+            issues: Operations that an iteration issues before it waits: one, or several with -m.
         """
         self._finish()
         dist.barrier(self._control)
@@ -121,7 +126,7 @@ class Timer:
         return Timing(self._over_ranks(self._all_together(issues)))
 
     def _all_together(self, issues: Sequence[Issue]) -> float:
-        """Seconds per operation with one clock around everything."""
+        """Returns this rank's seconds per operation, with one clock around all iterations."""
         clock = self._clock
         began = clock()
         if len(issues) == 1 and not self._blocking:
@@ -141,7 +146,7 @@ class Timer:
         return (ended - began) / self._iterations / len(issues)
 
     def _one_by_one(self, issues: Sequence[Issue]) -> Timing:
-        """A clock around each iteration, which waits; barriers in between are left out."""
+        """Returns the times of single iterations, each of which ends with a wait; barriers between are not timed."""
         own = []
         for _ in range(self._iterations):
             dist.barrier(self._control)
@@ -160,7 +165,7 @@ class Timer:
         return Timing(self._over_ranks(statistics.fmean(own)), times if self._each else None)
 
     def _replayed(self, issues: Sequence[Issue]) -> float:
-        """Seconds per operation of a CUDA graph that holds all iterations."""
+        """Returns this rank's seconds per operation in a CUDA graph of all iterations, launched -G times."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(self._iterations):
@@ -180,6 +185,7 @@ class Timer:
             torch.cuda.synchronize()
 
     def _over_ranks(self, seconds: float) -> float:
+        """Returns rank 0's value, or the mean, minimum or maximum of all ranks' values, as -a says."""
         everybody = gather(seconds, self._control)
         figures: Sequence[Callable[[list[float]], float]] = (lambda every: every[0], statistics.fmean, min, max)
         return figures[self._average](everybody)
@@ -192,13 +198,13 @@ def _iterate(issues: Sequence[Issue]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RowHalf:
-    """One half of a row: out of place, or in place.
+    """One half of a row: the operation out of place, or in place.
 
     Attributes:
-        timing: How long an operation took.
-        algbw: Bytes of the row per second, in GB/s.
-        busbw: What the slowest link carries, in GB/s.
-        wrong: Elements that are wrong, over all ranks; None: not checked.
+        timing: Time of an operation.
+        algbw: Bytes of the row divided by the time, in GB/s.
+        busbw: `algbw` times the collective's bus factor, in GB/s: the rate that each link must carry at least.
+        wrong: Number of wrong elements on all ranks; None if not checked.
     """
 
     timing: Timing
@@ -209,7 +215,17 @@ class RowHalf:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One size of one collective, element type, operation and root."""
+    """Row of the table: measurements of one size, element type, operation and root.
+
+    Attributes:
+        nbytes: Size of the row in bytes: of the input or the output, whichever is larger.
+        count: Number in the column `count`, in elements.
+        element: Name of the element type.
+        operation: Name of the reduction; `none` if the collective does not reduce.
+        root: Rank of the root; -1 if the collective has none.
+        out_of_place: Measurements with input and output in separate memory.
+        in_place: Measurements with input and output in the same memory.
+    """
 
     nbytes: int
     count: int
@@ -221,22 +237,22 @@ class TableRow:
 
     @property
     def wrong(self) -> int:
-        """Wrong elements of both halves."""
+        """Number of wrong elements of both halves; a half that was not checked counts as 0."""
         return (self.out_of_place.wrong or 0) + (self.in_place.wrong or 0)
 
 
 class RowRunner:
-    """Runs one backend through its sizes; all ranks together.
+    """Measurement of one backend over all sizes. All ranks call its methods together.
 
     Args:
-        backend: What is measured.
-        collective: Which one.
-        options: Of the command line.
-        device: Of the tensors.
-        control: Group of all ranks for barriers and figures.
-        check: Judges the results.
-        many_checks: Called once with the seconds that one check took, where those of -c will take the row's column
-            longer than `LONG_CHECKS_SECONDS`.
+        backend: Backend to measure.
+        collective: Collective to run.
+        options: Options of the command line.
+        device: Device of the tensors.
+        control: gloo group of all ranks, for barriers and for exchanging measurements.
+        check: Check of the results.
+        many_checks: Callback with the seconds that one check took, called once if the remaining checks of a half row
+            will take longer than `LONG_CHECKS_SECONDS`.
     """
 
     def __init__(
@@ -260,7 +276,12 @@ class RowRunner:
         self._timer = Timer(options, device, control)
 
     def rows(self, case: Case, row_sizes: list[int]) -> Iterator[TableRow]:
-        """Warms up at every size, then gives one row after the other."""
+        """Warms up at every size, then measures and yields one row after the other. Collective.
+
+        Args:
+            case: Element type, operation and root.
+            row_sizes: Sizes in bytes, ascending; those that give the same numbers of elements make one row.
+        """
         counts = list(dict.fromkeys(self._counts(case, nbytes) for nbytes in row_sizes))
         together = self._options.agg_iters
         buffers = [Buffers(counts[-1], case.element, self._backend.rank, self._device) for _ in range(together)]
@@ -302,7 +323,7 @@ class RowRunner:
         return int(total.item())
 
     def _issues(self, case: Case, counts: Counts, buffers: list[Buffers], in_place: bool) -> list[Issue]:
-        """One for each pair of buffers."""
+        """Prepares the operation for each pair of buffers; returns the functions that issue it."""
         return [
             self._collective.prepare(self._backend, *buffer.views(counts, in_place), case.operation, max(case.root, 0))
             for buffer in buffers

@@ -1,4 +1,4 @@
-"""How this process came to be: by torchrun, mpirun, srun, or started here with -g; says so without torch."""
+"""Detection of the launcher that started this process (torchrun, mpirun, srun, another), without torch."""
 
 import re
 from collections.abc import Mapping
@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from gradwire.comms.environment import launcher_number, launcher_text, torchrun_place
 
 _FIRST_PORT, _PORTS = 20000, 20000
-"""Ports for srun's ranks, picked by the job's number: below the kernel's own range (32768...), or above it rarely."""
+"""First port and number of ports for srun's ranks, among which the job's number chooses. Most are below the range that
+the kernel uses for outgoing connections, 32768 and above."""
 
 
 OWN_LAUNCHER = "your own launcher"
-"""Started the ranks if RANK and WORLD_SIZE are set and torchrun did not set them."""
+"""Name of a launcher that set RANK and WORLD_SIZE and is not torchrun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How this rank came to be, before it has met the others.
+    """Rank of this process, and where it meets the others.
 
     Attributes:
-        by: `torchrun`, `mpirun`, `srun`, `OWN_LAUNCHER`, or `-g`.
+        by: Launcher: `torchrun`, `mpirun`, `srun`, `OWN_LAUNCHER`, or `-g` for ranks that the bench forked itself.
         rank: This rank.
         size: Number of ranks.
-        address: Of the store that rank 0 serves.
-        port: Its TCP port.
-        agent_store: The launcher serves the store itself.
+        address: Host of the rendezvous store.
+        port: TCP port of the store.
+        agent_store: Whether the launcher serves the store; otherwise rank 0 does.
     """
 
     by: str
@@ -36,20 +37,22 @@ class Start:
 
 
 def speaks(variables: Mapping[str, str]) -> bool:
-    """Whether this process says what all ranks find alike, as the launcher's variables number it.
+    """Returns whether this process is the one that prints messages which all ranks would print alike.
+
+    It is the process of rank 0 by the launcher's variables, and any process without a launcher.
 
     Args:
-        variables: Of the environment, see `launcher_variables`.
+        variables: Environment variables of the launcher, see `launcher_variables`.
     """
     numbers = (variables.get(name) for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"))
     return next((number for number in numbers if number is not None), "0") == "0"
 
 
 def find_start(variables: Mapping[str, str]) -> Start | None:
-    """What the launcher's variables say; None where no launcher started this process.
+    """Returns the rank of this process by the launcher's variables; None if no launcher started it.
 
     Args:
-        variables: Of the environment, see `launcher_variables`.
+        variables: Environment variables of the launcher, see `launcher_variables`.
 
     Raises:
         ValueError: The variables contradict each other.
@@ -73,7 +76,16 @@ def find_start(variables: Mapping[str, str]) -> Start | None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of Slurm's list: `node[03-07,9],login` -> `node03`. Source: scontrol(1), show hostnames."""
+    """Returns the first host of a list of hosts as Slurm writes it: `node[03-07,9],login` -> `node03`.
+
+    Source: scontrol(1), show hostnames.
+
+    Args:
+        nodelist: Value of SLURM_STEP_NODELIST.
+
+    Raises:
+        ValueError: The list is empty, or begins with a bracket or comma.
+    """
     match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodelist)
     if match is None:
         raise ValueError(f"`SLURM_STEP_NODELIST` is {nodelist!r}; wanted a list of hosts: set MASTER_ADDR")

@@ -1,9 +1,9 @@
-"""Inputs whose reduction is exact in whatever order it is done, so that checking is `==`, with tolerance 0.
+"""Inputs whose reduction is exact in any order of its operations, so that results are compared by `==`.
 
 A sum of integers is exact as long as no partial sum leaves the range in which the type holds every integer: with n
-ranks the inputs stay within +-(that limit / n). A product uses -1, 1 and a few 2s; minimum and maximum take anything.
-Every rank repeats a pattern of prime period, shifted by an offset of its own, so that the expected result costs one
-period of arithmetic however long the tensor is, and a slice that lands in the wrong place shows.
+ranks the inputs stay within +-(that limit / n). The inputs of a product are -1, 1 and a few 2s; minimum and maximum are
+exact for any input. Each rank's input repeats a pattern of its own with a prime period. So the expected result needs
+arithmetic for one period only, however long the tensor is, and a slice in the wrong place is detected.
 
 Source: nccl-tests, verifiable/verifiable.h, for the idea of inputs with an order-independent sum.
 """
@@ -16,24 +16,25 @@ from torch import Tensor
 from gradwire.bench.nccl_tests.dtypes import MULSUM_FACTOR, NO_ARITHMETIC, ElementType
 
 PERIOD = 4093
-"""Prime, so that no power of two of elements is a multiple of it."""
+"""Elements after which an input repeats: a prime, so that no power of two is a multiple of it."""
 
 _FACTORS_OF_TWO = 4
-"""Ranks that may multiply by two: 2^4 fits into every type."""
+"""Number of ranks whose inputs of a product contain 2: the largest product, 2^4, fits into every type."""
 
 AVERAGE_UNITS = 2
-"""nccl-tests allows two units in the last place for an average of floating numbers; every other check allows none."""
+"""Allowed error of an average of floating-point numbers, in units in the last place, as in nccl-tests; other results
+must be exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExactInputs:
-    """The inputs of all ranks for one operation.
+    """Inputs of all ranks for one operation, and their exact reduction.
 
     Attributes:
-        ranks: How many.
+        ranks: Number of ranks.
         element: Type of the elements.
         operation: `sum`, `prod`, `max`, `min`, `avg`, `mulsum`, or `none`.
-        seed: Another seed, other inputs.
+        seed: Seed of the inputs.
     """
 
     ranks: int
@@ -42,17 +43,22 @@ class ExactInputs:
     seed: int
 
     def of(self, rank: int, start: int, numel: int) -> Tensor:
-        """Elements `start ... start + numel` of a rank's input: 1-D, of the element type, on the CPU."""
+        """Returns the elements `start` to `start + numel` of a rank's input, as a 1-D tensor on the CPU."""
         return _repeat(_narrow(self._pattern(rank), self.element), start, numel)
 
     def joined(self, pieces: list[tuple[int, int]], numel: int) -> Tensor:
-        """`numel` elements from each (rank, start), one after the other."""
+        """Returns pieces of the ranks' inputs, one after the other, as a 1-D tensor on the CPU.
+
+        Args:
+            pieces: (rank, first element) of each piece.
+            numel: Elements of each piece.
+        """
         if not pieces or not numel:
             return torch.empty(0, dtype=self.element.torch)
         return _concatenate([self.of(rank, start, numel) for rank, start in pieces])
 
     def reduced(self, start: int, numel: int) -> Tensor:
-        """Elements `start ... start + numel` of the reduction over all ranks."""
+        """Returns the elements `start` to `start + numel` of the reduction over all ranks' inputs."""
         patterns = torch.stack([self._pattern(rank) for rank in range(self.ranks)])
         total = {
             "sum": patterns.sum(0),
@@ -67,7 +73,7 @@ class ExactInputs:
         return _repeat(_narrow(total, self.element), start, numel)
 
     def _pattern(self, rank: int) -> Tensor:
-        """One period of a rank's input as int64."""
+        """Returns one period of a rank's input as int64."""
         index = torch.arange(PERIOD, dtype=torch.int64)
         # Two rounds of multiply and fold: neighbours must not look alike. Constants: Knuth, TAOCP volume 3, 6.4.
         mixed = (index + rank * 1009 + self.seed * 7919 + 1) * 2654435761 % 2**32
@@ -85,12 +91,12 @@ class ExactInputs:
 
 
 def count_wrong(output: Tensor, expected: Tensor, inputs: ExactInputs) -> int:
-    """Elements of `output` that are not what they must be: exactly, but for a floating average (see `AVERAGE_UNITS`).
+    """Returns the number of wrong elements: those that differ, or by too much in a floating-point average.
 
     Args:
-        output: 1-D, any device.
-        expected: The same shape and dtype, on the CPU.
-        inputs: What was reduced.
+        output: Result to check, 1-D on any device.
+        expected: Exact result, of the same shape and dtype, on the CPU.
+        inputs: Inputs from which it was computed.
     """
     found = output.cpu()
     if inputs.operation == "avg" and inputs.element.floating:
@@ -121,5 +127,5 @@ def _concatenate(pieces: list[Tensor]) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same width: copies and comparisons exist for those alone."""
+    """Returns a view of a tensor as integers of the same width, because torch copies and compares all of those."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -1,4 +1,4 @@
-"""What is measured: a backend that runs collectives. One file for each, `*_backend.py`; this one holds the contract."""
+"""Protocol of the backends that are measured; each is in a file `*_backend.py`."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -8,18 +8,19 @@ from torch import Tensor
 from gradwire.compressors.base import Work
 
 Issue = Callable[[], Work]
-"""Issues an operation that was prepared; on the CPU its result may be read after `wait()`. Again and again."""
+"""Function that issues a prepared operation, and may be called many times. On the CPU the result may be read after
+`wait()`; on CUDA `wait()` only orders streams."""
 
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-"""The collectives that reduce; what the others move may be of any type."""
+"""Collectives that reduce; the others take elements of any type."""
 
 
 class Backend(Protocol):
     """The collectives of one library among all ranks. Tensors are contiguous and 1-D, on the backend's device.
 
-    A collective prepares and issues nothing: what can be looked up once is not looked up inside the clock, where even a
-    few calls of Python show beside a collective of one microsecond.
+    Each collective only prepares the operation, and returns the function that issues it. So the timed part does no
+    look-ups in Python, which would be visible beside a collective of one microsecond.
     """
 
     @property
@@ -27,41 +28,53 @@ class Backend(Protocol):
         """This rank."""
 
     def facts(self) -> dict[str, str]:
-        """What stands above the table, for example the plan in use."""
+        """Returns facts to print with the table, such as the plan in use: key -> value."""
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """Why this backend cannot run a collective on an element type with an operation; None if it can."""
+        """Returns why this backend cannot run a collective on an element type with an operation; None if it can.
+
+        Args:
+            collective: Name in `COLLECTIVES`.
+            element: Name in `ELEMENT_TYPES`.
+            operation: Name in `OPERATIONS`, or `none`.
+        """
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """Reduces in place."""
+        """Prepares a reduction of `tensor` over all ranks, in place."""
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """Reduces in place; only the root's tensor is defined afterwards."""
+        """Prepares a reduction of `tensor`, in place; only the root's tensor is defined afterwards."""
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """Fills `output` with this rank's part of the reduced `source`."""
+        """Prepares a reduction of `source` that fills `output` with this rank's part of the result."""
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """Fills `output` with every rank's `source`."""
+        """Prepares an exchange that fills `output` with every rank's `source`, by rank."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """Copies the root's tensor to all."""
+        """Prepares a copy of the root's tensor into all other ranks' tensors."""
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """Sends the r-th part of `source` to rank r."""
+        """Prepares an exchange that sends the r-th part of `source` to rank r, and receives its part into `output`."""
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """Sends `source` to the next rank and receives `output` from the one before."""
+        """Prepares an exchange that sends `source` to the next rank, and receives `output` from the one before."""
 
     def barrier(self) -> Issue:
-        """All ranks meet."""
+        """Prepares a barrier of all ranks."""
 
     def close(self) -> None:
-        """Releases memory and connections."""
+        """Releases the backend's memory and connections."""
 
 
 def copy_first(output: Tensor, source: Tensor, issue: Issue) -> Issue:
-    """An operation on `output` that begins with a copy of `source`, which is part of its time."""
+    """Returns a function that copies `source` into `output` and then issues an operation on `output`; both are timed.
+
+    Args:
+        output: Tensor on which the operation works.
+        source: Tensor to copy.
+        issue: Function that issues the operation.
+    """
 
     def copy_and_issue() -> Work:
         output.copy_(source)
@@ -71,7 +84,13 @@ def copy_first(output: Tensor, source: Tensor, issue: Issue) -> Issue:
 
 
 def copy_after(issue: Issue, output: Tensor, result: Tensor) -> Issue:
-    """An operation that is done when `issue` returns and leaves its `result` elsewhere than in `output`."""
+    """Returns a function that issues a blocking operation and then copies its result into `output`; both are timed.
+
+    Args:
+        issue: Function that issues the operation, and returns when it is done.
+        output: Tensor that gets the result.
+        result: Tensor in which the operation leaves its result.
+    """
 
     def issue_and_copy() -> Work:
         work = issue()

@@ -1,7 +1,7 @@
-"""gradwire itself: the communicator that the hook uses, with a plan and, if asked for, a compressor.
+"""Backend `gradwire`: the communicator that the hook uses, with a plan and, if asked for, a compressor.
 
-What the communicator does not do (it sums and averages) goes through gradwire's process group, the backend "gradwire"
-of torch.distributed, and the block says so.
+The communicator only has all-reduces that sum or average. All else goes through gradwire's process group, the backend
+"gradwire" of torch.distributed, and the facts of the table say so.
 """
 
 from functools import partial
@@ -23,21 +23,21 @@ from gradwire.compressors.base import Compressor, Layout, Slice
 
 _SCALES = ("sum", "avg", "mulsum")
 _MATRIX_COLUMNS = 1024
-"""Low-rank compressors see the tensor as a matrix of this width, as the weight of a linear layer would be."""
+"""Columns of the matrix as which low-rank compressors see the tensor, like the weight of a linear layer."""
 
 
 class GradwireBackend:
-    """A communicator of all ranks, and a process group for the rest.
+    """Backend of gradwire's communicator, with a process group for the collectives that it does not have.
 
     Args:
-        store: Reaches all ranks.
+        store: Store that all ranks reach.
         rank: This rank.
         size: Number of ranks.
-        device: Of the tensors.
-        config: Plan, chunks, time-out.
-        group: A process group of the backend "gradwire", for the collectives that the communicator does not have.
-        name: Unique in `store`.
-        compressor: For all_reduce; None is exact.
+        device: Device of the tensors.
+        config: Options of the communicator: plan, chunks, timeout.
+        group: Process group of the backend "gradwire".
+        name: Name of the communicator, unique in `store`.
+        compressor: Compressor of the all-reduce; None for exact sums.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GradwireBackend:
         self._generation = 0
 
     def facts(self) -> dict[str, str]:
-        """See `Backend.facts`: the plans in use so far, and what was passed on."""
+        """Returns the plans used so far, the compressor, and the collectives that went through the process group."""
         facts = {"algorithm": self._config.plan, "compressor": self._compressor.name if self._compressor else "none"}
         plans = dict.fromkeys(_without_size(plan) for plan in self.report().plans)
         for number, plan in enumerate(plans):
@@ -77,29 +77,33 @@ class GradwireBackend:
         return facts
 
     def report(self) -> Report:
-        """What the communicator counted."""
+        """Returns the communicator's report of its plans and bytes."""
         return self._communicator.report()
 
     @property
     def compressor(self) -> Compressor:
-        """The compressor; only where one was given."""
+        """Compressor of the all-reduce; there must be one."""
         assert self._compressor is not None
         return self._compressor
 
     def sent_nbytes(self) -> tuple[float, float]:
-        """(logical, on the wire) bytes that this rank has sent so far in the phase between nodes."""
+        """Returns the bytes that this rank has sent between nodes so far: (without compression, on the wire)."""
         chosen = [row for row in self.report().rows if row.op == ALL_REDUCE]
         return sum(row.logical_nbytes for row in chosen), sum(row.wire_nbytes for row in chosen)
 
     def shard_numel(self, numel: int) -> int:
-        """Elements of a tensor of `numel` that this rank encodes: its shard of the node's sum, or all of them."""
+        """Returns how many elements of a tensor this rank encodes: its shard of the node's sum, or all of them.
+
+        Args:
+            numel: Elements of the tensor.
+        """
         cluster = self._communicator.cluster
         if len(cluster.nodes) == 1 or self._config.plan == "flat":
             return numel
         return max(1, numel // len(cluster.ranks(cluster.unit(self.rank, 0))))
 
     def forget(self) -> None:
-        """The next all-reduce finds no residual: its parameter has a new name."""
+        """Lets the next all-reduce begin without a residual, by a new name for its parameter."""
         self._generation += 1
         self._layouts.clear()
 
@@ -161,6 +165,7 @@ class GradwireBackend:
         self._communicator.close()
 
     def _pass(self, collective: str) -> TorchBackend:
+        """Returns the backend of the process group, and records that a collective goes through it."""
         self._passed_on.add(collective)
         return self._group
 
@@ -177,13 +182,17 @@ class GradwireBackend:
 
 
 def _without_size(plan: str) -> str:
-    """A plan's phases and its reason; the prediction between them differs from row to row."""
+    """Returns a plan's description without its prediction, which differs from size to size.
+
+    Args:
+        plan: Description of a plan: phases, prediction, reason.
+    """
     phases, _, prediction = plan.partition(";")
     return f"{phases}. {prediction.rpartition('. ')[2]}" if ". " in prediction else phases
 
 
 class _Ending:
-    """Ends the compressor's step with the all-reduce: every iteration is a step of training."""
+    """Work of a compressed all-reduce whose wait also ends the compressor's step: each iteration is a training step."""
 
     def __init__(self, future: "torch.futures.Future[Tensor]", compressor: Compressor) -> None:
         self._future = future

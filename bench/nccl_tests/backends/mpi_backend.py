@@ -1,4 +1,4 @@
-"""MPI's own collectives through mpi4py, as a peer: what a user of MPI gets."""
+"""Backend `mpi`: MPI's own collectives through mpi4py, for comparison."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -28,7 +28,7 @@ _Buffer = list[object]
 
 
 class MpiBackend:
-    """MPI.COMM_WORLD; every call blocks until this rank's part is done."""
+    """Backend of MPI's COMM_WORLD; each operation blocks until this rank's part is done."""
 
     def __init__(self) -> None:
         self._mpi: ModuleType = load_mpi()
@@ -90,7 +90,7 @@ class MpiBackend:
         return _blocking(self._world.Barrier)
 
     def close(self) -> None:
-        """MPI ends with the process."""
+        """Does nothing: MPI ends with the process."""
 
     def _operation(self, name: str) -> object:
         return getattr(self._mpi, _OPERATIONS[name])
@@ -103,7 +103,7 @@ class MpiBackend:
 
 
 def _blocking(call: Callable[..., None], *arguments: object) -> Issue:
-    """A call of MPI that returns when this rank's part is done."""
+    """Returns a function that makes a blocking call of MPI, and returns a work that is done."""
 
     def issue() -> Work:
         call(*arguments)
@@ -113,5 +113,5 @@ def _blocking(call: Callable[..., None], *arguments: object) -> Issue:
 
 
 def _memory(tensor: Tensor) -> object:
-    """The tensor's bytes, shared; MPI counts elements from their number and the type's size."""
+    """Returns a tensor's memory as an array of bytes; MPI computes the number of elements from their number."""
     return tensor.view(torch.uint8).numpy()

@@ -1,11 +1,11 @@
-"""NCCL without torch in between: NVIDIA's own binding, nccl4py, on the library that torch has loaded.
+"""Backend `nccl-raw`: NCCL without torch, through NVIDIA's own binding nccl4py, on the library that torch has loaded.
 
-nccl4py looks for a libnccl that the process has mapped before it looks anywhere else, and torch has mapped its own, so
-there are never two versions in one process. What this backend leaves out against `nccl` is
-torch's stream hand-over, watchdog and work objects: the difference is their price. nccl4py resolves its tensors in
-every call, which takes time of the host; `-G` takes that out.
+nccl4py first looks for a libnccl that the process has mapped, and torch has mapped its own, so that there are never two
+versions in one process. Compared with `nccl`, this backend has no synchronization of torch's streams, no watchdog and
+no work objects: the difference of the times is their cost. nccl4py examines its tensors in every call, which takes time
+on the host; `-G` avoids that.
 
-Source: NVIDIA NCCL documentation, "nccl4py": nccl.core, whose names alone are under its promise of versions.
+Source: NVIDIA NCCL documentation, "nccl4py": nccl.core, the only module whose interface is stable between versions.
 """
 
 import importlib
@@ -38,38 +38,38 @@ _OPERATIONS = ("sum", "prod", "max", "min", "avg")
 
 
 class RawCommunicator(Protocol):
-    """What is used of nccl.core.Communicator; every call returns as soon as its work is on `stream`."""
+    """Methods of nccl.core.Communicator that are used here; each returns as soon as its work is queued on `stream`."""
 
     def allreduce(self, sendbuf: Tensor, recvbuf: Tensor, op: object, *, stream: int) -> None:
-        """As ncclAllReduce."""
+        """Calls ncclAllReduce."""
 
     def reduce(self, sendbuf: Tensor, recvbuf: Tensor, op: object, root: int, *, stream: int) -> None:
-        """As ncclReduce."""
+        """Calls ncclReduce."""
 
     def reduce_scatter(self, sendbuf: Tensor, recvbuf: Tensor, op: object, *, stream: int) -> None:
-        """As ncclReduceScatter."""
+        """Calls ncclReduceScatter."""
 
     def allgather(self, sendbuf: Tensor, recvbuf: Tensor, *, stream: int) -> None:
-        """As ncclAllGather."""
+        """Calls ncclAllGather."""
 
     def broadcast(self, sendbuf: Tensor, recvbuf: Tensor, root: int, *, stream: int) -> None:
-        """As ncclBroadcast."""
+        """Calls ncclBroadcast."""
 
     def send(self, sendbuf: Tensor, peer: int, *, stream: int) -> None:
-        """As ncclSend."""
+        """Calls ncclSend."""
 
     def recv(self, recvbuf: Tensor, peer: int, *, stream: int) -> None:
-        """As ncclRecv."""
+        """Calls ncclRecv."""
 
     def destroy(self) -> None:
-        """As ncclCommDestroy, once what is on its way has arrived."""
+        """Calls ncclCommDestroy, after the operations in flight have ended."""
 
 
 def _load() -> ModuleType:
-    """Returns nccl.core with a libnccl behind it.
+    """Imports nccl.core, and checks that it has found a libnccl.
 
     Raises:
-        RuntimeError: One of them is missing; the message says what to install.
+        RuntimeError: nccl4py or libnccl is missing; the message says what to install.
     """
     try:
         nccl = importlib.import_module("nccl.core")
@@ -84,7 +84,7 @@ def _load() -> ModuleType:
 
 
 class NcclRawBackend:
-    """One communicator of all ranks; everything is issued on torch's current stream."""
+    """Backend of one NCCL communicator of all ranks; all operations are queued on torch's current stream."""
 
     def __init__(self, nccl: ModuleType, communicator: RawCommunicator, rank: int, size: int) -> None:
         self.rank = rank
@@ -94,10 +94,16 @@ class NcclRawBackend:
 
     @classmethod
     def connect(cls, store: Store, rank: int, size: int, device: torch.device) -> "NcclRawBackend":
-        """Makes the communicator; all ranks together.
+        """Makes the communicator. Collective.
+
+        Args:
+            store: Store that all ranks reach, for NCCL's unique ID.
+            rank: This rank.
+            size: Number of ranks.
+            device: CUDA device of this rank, which must be the current one.
 
         Raises:
-            RuntimeError: nccl4py or NCCL is missing, or NCCL refuses.
+            RuntimeError: nccl4py or NCCL is missing, or NCCL reports an error.
         """
         torch.cuda.synchronize(device)  # makes the context, and has torch map its libnccl
         nccl = _load()
@@ -158,7 +164,7 @@ class NcclRawBackend:
         )
 
     def barrier(self) -> Issue:
-        """Not reached: `refusal` names it."""
+        """Raises NotImplementedError; never called, because `refusal` excludes it."""
         raise NotImplementedError("NCCL has no barrier")
 
     def close(self) -> None:
@@ -177,7 +183,11 @@ class NcclRawBackend:
         return issue
 
     def _exchange(self, pairs: list[tuple[int, Tensor, int, Tensor]]) -> Issue:
-        """One send and one receive for each (to, sent, from, received)."""
+        """Prepares sends and receives in one group of calls.
+
+        Args:
+            pairs: (rank to send to, tensor to send, rank to receive from, tensor to fill) of each exchange.
+        """
 
         def call(stream: int) -> None:
             with self._nccl.group():
@@ -189,5 +199,5 @@ class NcclRawBackend:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as uint8: what only moves may be of any type."""
+    """Returns a view of a tensor as uint8, so that collectives which do not reduce take any element type."""
     return tensor.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The command line gives the backends that are measured: one for each algorithm and compressor asked for."""
+"""Selection of the backends to measure from the command line, and their connection."""
 
 import argparse
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ _CUDA_ALONE = ("nccl", "nccl-raw")
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """What one block of output measures.
+    """Backend of one table (block), with its plan and compressor.
 
     Attributes:
-        backend: As `--backend` names it.
-        algorithm: gradwire's plan; empty for the others.
-        compressor: gradwire's compressor or `none`; empty for the others.
+        backend: Name of the backend, as in `--backend`.
+        algorithm: Plan of gradwire; empty for other backends.
+        compressor: Compressor of gradwire, or `none`; empty for other backends.
     """
 
     backend: str
@@ -39,18 +39,21 @@ class BackendSpec:
     compressor: str = ""
 
     def facts(self) -> dict[str, str]:
-        """What stands above its table."""
+        """Returns the fields that are not empty, to print with the table."""
         found = {"backend": self.backend, "algorithm": self.algorithm, "compressor": self.compressor}
         return {key: value for key, value in found.items() if value}
 
     @property
     def lossy(self) -> bool:
-        """Whether the result is an approximation."""
+        """Whether a compressor makes the result an approximation."""
         return self.compressor not in ("", "none")
 
 
 def backend_specs(options: argparse.Namespace) -> list[BackendSpec]:
-    """Every combination that the options ask for.
+    """Returns every combination of backend, plan and compressor that the options ask for.
+
+    Args:
+        options: Options of the command line.
 
     Raises:
         ValueError: An option does not apply, or names an unknown compressor.
@@ -86,7 +89,11 @@ def check_compressor(name: str) -> None:
 
 
 def make_compressor(name: str) -> Compressor | None:
-    """A new compressor; None for `none` and for backends that have none."""
+    """Makes a compressor that compresses from its first step on, without the dense steps at the start of a training.
+
+    Args:
+        name: Name of the compressor; None is returned for `none` and for an empty name.
+    """
     if name in ("", "none"):
         return None
     compressor = settling(name)
@@ -95,14 +102,14 @@ def make_compressor(name: str) -> Compressor | None:
 
 
 def check_device(options: argparse.Namespace, *, before_fork: bool = False) -> str:
-    """Where the tensors are: `cpu` or `cuda`.
+    """Returns the kind of device of the tensors, `cpu` or `cuda`, and checks that all flags fit it.
 
     Args:
-        options: Of the command line.
-        before_fork: Leave CUDA untouched, so that this process may still fork ranks.
+        options: Options of the command line.
+        before_fork: Whether this process will fork ranks; CUDA is then initialized in a child process only.
 
     Raises:
-        ValueError: A flag needs a GPU that is not there, or another kind of tensor.
+        ValueError: A flag needs a GPU that is not there, or does not work on this kind of device.
     """
     asked: str = options.device
     needs_cuda = [name for name in options.backend if name in _CUDA_ALONE]
@@ -135,10 +142,14 @@ def _finds_a_gpu() -> bool:
 
 
 def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
-    """This rank's device, made the current one.
+    """Returns the device of this rank; a CUDA device is made the current one.
+
+    Args:
+        options: Options of the command line.
+        local_rank: Index of this rank on its node, by which it gets one of the node's GPUs.
 
     Raises:
-        ValueError: See `check_device`.
+        ValueError: A flag does not fit the device, see `check_device`.
     """
     if check_device(options) == "cpu":
         return torch.device("cpu")
@@ -150,11 +161,18 @@ def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
 def connect(
     specs: list[BackendSpec], world: World, device: torch.device, timeout: timedelta, cycle: int
 ) -> Iterator[tuple[BackendSpec, Backend]]:
-    """Connects one backend after the other; each is closed before the next one is made. All ranks together.
+    """Connects one backend after the other and yields it; each is closed before the next one is made. Collective.
+
+    Args:
+        specs: Backends to connect.
+        world: All ranks.
+        device: Device of the tensors.
+        timeout: Time limit for connecting, and of the collectives.
+        cycle: Number that keeps the store keys of repeated calls apart.
 
     Raises:
-        RuntimeError: A library is missing, or a rank did not come.
-        ValueError: A backend cannot be used on this cluster.
+        RuntimeError: A library is missing, or a rank did not connect in time.
+        ValueError: A backend cannot be used on these nodes.
     """
     for number, spec in enumerate(specs):
         backend = _make(spec, world, device, timeout, f"bench{cycle}.{number}")

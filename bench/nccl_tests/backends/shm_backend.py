@@ -1,4 +1,4 @@
-"""gradwire's shared-memory collectives alone: no plan, no lanes. All ranks on one node."""
+"""Backend `shm`: gradwire's shared-memory collectives of the ranks of one node, without plans and lanes."""
 
 from datetime import timedelta
 from functools import partial
@@ -15,7 +15,7 @@ _SCALED = ("avg", "mulsum")
 
 
 class ShmBackend:
-    """A shared-memory group of all ranks."""
+    """Backend of a shared-memory group of all ranks."""
 
     def __init__(self, group: ShmGroup) -> None:
         self.rank = group.rank
@@ -23,7 +23,14 @@ class ShmBackend:
 
     @classmethod
     def connect(cls, store: Store, rank: int, size: int, timeout: timedelta) -> "ShmBackend":
-        """Meets the other ranks, all of them on this node."""
+        """Connects with the other ranks, which must all be on this node. Collective.
+
+        Args:
+            store: Store that all ranks reach.
+            rank: This rank.
+            size: Number of ranks.
+            timeout: Time limit for connecting, and of the collectives.
+        """
         return cls(ShmGroup.create(store, rank, size, key="bench", timeout=timeout))
 
     def facts(self) -> dict[str, str]:
@@ -75,7 +82,7 @@ class ShmBackend:
         return partial(self._group.all_to_all, output, source)
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """Not reached: `refusal` names it."""
+        """Raises NotImplementedError; never called, because `refusal` excludes it."""
         raise NotImplementedError("shared memory has no send and receive")
 
     def barrier(self) -> Issue:
@@ -87,6 +94,7 @@ class ShmBackend:
         self._group.close()
 
     def _translate(self, operation: str) -> tuple[float, str]:
+        """Returns an operation of nccl-tests as the group has it: (factor of the result, `sum`, `max` or `min`)."""
         if operation == "avg":
             return 1.0 / self._group.size, "sum"
         return (MULSUM_FACTOR, "sum") if operation == "mulsum" else (1.0, operation)

@@ -1,4 +1,4 @@
-"""gloo and NCCL as a user of torch.distributed gets them."""
+"""Backends `gloo` and `nccl`: the collectives of torch.distributed, as its users call them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,11 +23,11 @@ _OPERATIONS = {
 
 
 class TorchBackend:
-    """torch.distributed's own collectives on a process group.
+    """Backend of torch.distributed's collectives on a process group.
 
     Args:
-        group: Of all ranks.
-        backend: `gloo` or `nccl`, or `gradwire` for gradwire's process group.
+        group: Process group of all ranks; `close` destroys it.
+        backend: Name of the group's backend: `gloo`, `nccl`, or `gradwire` for gradwire's process group.
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
@@ -104,10 +104,16 @@ class TorchBackend:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """The same memory, as bytes where gloo would refuse the type even in what only moves it ("Invalid scalar type")."""
+    """Returns a tensor, or a view of it as bytes if gloo would refuse its type ("Invalid scalar type").
+
+    gloo refuses these types even in collectives that do not reduce.
+    """
     return tensor.view(torch.uint8) if tensor.dtype in NO_ARITHMETIC else tensor
 
 
 def _issue(call: Callable[..., object], *arguments: object) -> Issue:
-    """A call of torch.distributed that gives a Work: None only where this rank takes no part, but all ranks do."""
+    """Returns a function that issues a collective of torch.distributed asynchronously, and returns its Work.
+
+    torch returns None instead to ranks outside the group, but here all ranks are in it.
+    """
     return cast(Issue, partial(call, *arguments, async_op=True))
