@@ -1,9 +1,9 @@
-"""The hook without a line of code: with GRADWIRE_HOOK set, every DistributedDataParallel gets it when it is made.
+"""Registers the hook without a line of code: with GRADWIRE_HOOK set, every DistributedDataParallel gets it when made.
 
-DDP takes one hook, once. So what is registered here passes on to the hook that the model's own code registers later, if
-it does. A model that `replicate()` of FSDP2 was called on has it from its first backward pass, if the script has not
-called `gradwire.fsdp.apply` by then. Imported at the end of `import torch`, and only if the variable is set: what is
-heavy waits for a model.
+DDP takes one hook, once. So the one that is registered here passes each bucket on to the hook that the model's own code
+registers later, if it does. A model that `replicate()` of FSDP2 was called on gets the hook at its first backward pass,
+unless the script has called `gradwire.fsdp.apply` by then. This module is imported at the end of `import torch`, and
+only if the variable is set; modules that are slow to import are imported when a model is made.
 """
 
 import logging
@@ -39,11 +39,14 @@ FutureTensor = torch.futures.Future[torch.Tensor]
 
 
 class Automatic:
-    """The hook of a model on which the script has registered none.
+    """Holds the state of the automatic hook of one model, and the hook that the script has replaced it by.
+
+    Args:
+        state: State of gradwire's hook, bound to the model.
 
     Attributes:
-        state: Bound to the model.
-        own: The (hook, state) that the model's code has registered since; then `state` is closed.
+        state: State of gradwire's hook; unbound from the model once `own` is set.
+        own: (hook, state) that the script has registered later; None while gradwire's hook is in use.
     """
 
     def __init__(self, state: "HookState") -> None:
@@ -52,16 +55,19 @@ class Automatic:
 
 
 _models: WeakKeyDictionary[DistributedDataParallel, Automatic] = WeakKeyDictionary()
+"""DDP models of this process that have the automatic hook."""
 _replicated = False
-"""Whether gradwire averages for a model of `replicate()`."""
+"""True once a model of `replicate()` has had its first backward pass."""
 _said: set[str] = set()
+"""Texts that were logged already."""
 _looked = False
-"""Whether an optimizer has stepped."""
+"""True once an optimizer has stepped, and `_look_for_models` has looked."""
 _original = (
     DistributedDataParallel.__init__,
     DistributedDataParallel.register_comm_hook,
     getattr(DistributedDataParallel, REGISTER_BUILTIN),
 )
+"""Torch's own methods of DDP, which `install` replaces: `__init__`, and the two that register a hook."""
 
 
 def install() -> None:
@@ -99,13 +105,21 @@ def install() -> None:
 
 
 def automatic_of(model: DistributedDataParallel) -> "HookState | None":
-    """The state that a model was given when it was made; None where there is none, or another hook has replaced it."""
+    """Returns the state of a model's automatic hook; None if it has none, or the script's own hook has replaced it."""
     found = _models.get(model)
     return found.state if found is not None and found.own is None else None
 
 
 def automatic_hook(automatic: Automatic, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP calls: gradwire's hook, or the one that has replaced it."""
+    """Calls gradwire's hook for a bucket, or the hook that has replaced it; DDP calls this one.
+
+    Args:
+        automatic: Record of the model's hook.
+        bucket: Bucket of gradients.
+
+    Returns:
+        Future of the bucket's averaged gradients.
+    """
     from gradwire.comms.hook import comm_hook
 
     if automatic.own is not None:
@@ -115,6 +129,7 @@ def automatic_hook(automatic: Automatic, bucket: GradBucket) -> torch.futures.Fu
 
 
 def _add(model: DistributedDataParallel) -> None:
+    """Registers the automatic hook on a new DDP model, or logs why the model cannot have it."""
     config = Config.automatic()
     if config is None:
         return
@@ -138,13 +153,19 @@ def _add(model: DistributedDataParallel) -> None:
 
 
 def _report(automatic: Automatic) -> None:
-    """Log on rank 0 what the hook of a model has gained, once the model is gone or the process ends."""
+    """Logs the report of a model's hook on rank 0; called when the model is freed or the process ends.
+
+    It logs nothing if the script's own hook has replaced this one, or if no step has ended.
+    """
     if automatic.own is None and automatic.state.steps and (found := automatic.state.report()).rank == 0:
         log.warning("%s, at the end:\n%s", AUTOMATIC, found)
 
 
 def _add_replicated(model: nn.Module) -> None:
-    """Averages for a model of FSDP2 at its first backward pass, if all of it is `replicate()`'s."""
+    """Applies gradwire to a model of FSDP2 at its first backward pass, if all of it was made by `replicate()`.
+
+    It does nothing if the script has applied gradwire already, and logs why if the model cannot have it.
+    """
     global _replicated
     config = Config.automatic()
     if config is None or not is_replicated(model):
@@ -166,13 +187,14 @@ def _add_replicated(model: nn.Module) -> None:
 
 
 def _how(config: Config) -> str:
+    """Returns how gradients are averaged, in words for the log."""
     return (
         "exactly" if config.compressor == "none" else f"{config.compressor} between the nodes (one node alone: exactly)"
     )
 
 
 def _why_not(model: DistributedDataParallel) -> str | None:
-    """Why a model cannot be hooked; None where it can."""
+    """Returns why a model cannot have the automatic hook, in words that continue its name; None if it can."""
     if not is_known(model.process_group):
         kind = type(model.process_group).__name__
         return f"has a process group of its own, {kind}, that torch.distributed has not made"
@@ -184,7 +206,13 @@ def _why_not(model: DistributedDataParallel) -> str | None:
 
 
 def _look_for_models(optimizer: Optimizer, args: object, named: object) -> None:
-    """Says so if nothing was hooked, as with FSDP, which takes no DDP hook (at the first step of an optimizer)."""
+    """Logs once, before the first step of any optimizer, that no model got the hook, as with FSDP.
+
+    Args:
+        optimizer: Optimizer that is about to step.
+        args: Positional arguments of its step; not used.
+        named: Keyword arguments of its step; not used.
+    """
     global _looked
     if _looked:
         return
@@ -199,6 +227,7 @@ def _look_for_models(optimizer: Optimizer, args: object, named: object) -> None:
 
 
 def _replace(model: DistributedDataParallel, hook: Callable[..., FutureTensor], state: object) -> None:
+    """Replaces the automatic hook of a model by a hook that the script has registered, with its state."""
     automatic = _models[model]
     rename_comm_hook(model, hook, state)
     automatic.own = hook, state
@@ -207,7 +236,7 @@ def _replace(model: DistributedDataParallel, hook: Callable[..., FutureTensor], 
 
 
 def _say(text: str) -> None:
-    """Tells each thing once, and for all ranks."""
+    """Logs each text once, and on rank 0 only."""
     if text not in _said and dist.get_rank() == 0:
         log.warning(text)
     _said.add(text)

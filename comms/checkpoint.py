@@ -1,4 +1,4 @@
-"""The hook's state in the checkpoints that people write: one entry for each rank, under a key that carries the rank.
+"""Saves and loads the hook's state in users' checkpoints: one entry for each rank, under a key that carries the rank.
 
 What a rank holds (residuals, momenta, factors, transfers) changes in number and shape with DDP's buckets. So an entry
 is one opaque value, a tuple of (key, value) pairs: torch.distributed.checkpoint stores it as it does every value that
@@ -38,36 +38,38 @@ from gradwire.compressors.base import StateDict, StateValue
 log = logging.getLogger("gradwire")
 
 PREFIX = "gradwire/"
-"""The prefix of the hook's own keys, in a checkpoint and in an entry."""
+"""Prefix of the hook's own keys, in a checkpoint and in an entry."""
 JOB = PREFIX + "job"
-"""Key of what all ranks know alike: `size`, the number of ranks, `dirty`, whether residuals are pending, `format`."""
+"""Key in a checkpoint of an entry that is equal on all ranks: `size`, the number of ranks, `dirty`, whether residuals
+are pending, and `format`."""
 FORMAT = 3
-"""Version of the values. Since 3 each rank's lists its entries with a checksum of each; 2 lists their elements alone, 1
-lists nothing. Both are read, too, with a warning that damage to them may go unnoticed."""
+"""Version of the checkpoint format that is written. In format 3 each rank's entry lists its values, with the number of
+elements and a checksum of each; in 2 it lists the numbers of elements only, in 1 nothing. Formats 1 and 2 are read,
+with a warning that damage to them may go unnoticed."""
 NAMED = PREFIX + "named"
-"""Key in an entry: 1 where parameters go by their names in the model, 0 where they are numbered."""
+"""Key in an entry: 1 if parameters go by their names in the model, 0 if they are numbered."""
 ENTRIES = PREFIX + "entries"
-"""Key in an entry: JSON, the entry's own key and, for each key that was saved, the elements of its tensor (null for a
-number or a string) and the CRC-32 of its value; before it, in hexadecimal digits, the CRC-32 of that JSON. In format 2
-it is JSON, key -> elements."""
+"""Key in an entry of the list of its values, as text: the CRC-32 of the JSON that follows in hexadecimal digits, and
+JSON with the entry's own key and, for each other key in the entry, the number of elements of its tensor (null for a
+number or a string) and the CRC-32 of its value. In format 2 it is JSON alone, key -> number of elements."""
 CHECK = "check"
-"""Key in `JOB`: the CRC-32 of what it holds besides."""
+"""Key in `JOB` of the CRC-32 of all its other values."""
 
 Entry = tuple[tuple[str, StateValue], ...]
-"""A state dict as one value. Plain tuples, so that `torch.load(weights_only=True)` takes it."""
+"""A state dict as one value: (key, value) pairs in plain tuples, which `torch.load(weights_only=True)` takes."""
 Checkpoint = dict[str, Entry]
-"""What `HookState.state_dict` returns."""
+"""Entries by key, as `HookState.state_dict` returns them: `JOB`, and one for each rank, see `rank_key`."""
 
 SHARDS = PREFIX + "shards"
-"""Key in an entry of a sharded model: over how many ranks the first unit's parameters are sharded."""
+"""Key in an entry of a sharded model: number of ranks over which the first unit's parameters are sharded."""
 OUTER = PREFIX + "outer/"
-"""Begins all keys in an entry of `Outer`."""
+"""Prefix of all keys in an entry of `Outer`."""
 OWNERS = {
     SHARDS: "a model that fully_shard has sharded (gradwire.fsdp.apply)",
     OUTER: "gradwire.Outer",
     "": "a DistributedDataParallel model (HookState)",
 }
-"""What begins a key in the entries of one kind of state alone -> whose state that is; nothing: all others."""
+"""Prefix of keys that only one kind of state has -> the kind, in words; the empty prefix stands for all others."""
 
 NOT_OURS = "`state` has no entries of gradwire's hook: wanted what HookState.state_dict() returned"
 EMPTY = (
@@ -76,25 +78,26 @@ EMPTY = (
 )
 
 SLICE_SECONDS = 1.0
-"""Seconds of a wait for other ranks' states between two looks whether those ranks live."""
+"""Seconds between two probes of the other ranks while their states are waited for."""
 GRACE_SECONDS = 5.0
-"""Seconds to find out which rank has ended, once torch has failed: two looks."""
+"""Seconds in which probes may find the rank that has ended, after torch's gather has failed; then torch's error is
+raised."""
 
 INSTEAD = "load another checkpoint, or train on from the weights without this state"
-"""What to do about a damaged state."""
+"""Advice of the errors about a damaged state."""
 
 
 def rank_key(rank: int) -> str:
-    """The key of a rank's entry."""
+    """Returns the key of a rank's entry in a checkpoint."""
     return f"{PREFIX}rank{rank}"
 
 
 def pack(state: Mapping[str, StateValue], rank: int, size: int, dirty: bool) -> Checkpoint:
-    """What one rank puts into a checkpoint.
+    """Makes one rank's part of a checkpoint from its state: the job's entry and its own, both with checksums.
 
     Args:
-        state: Its own; tensors of any shape and dtype, copied to the CPU where they are not there. Empty for a rank
-            that holds nothing yet.
+        state: State dict of this rank; its tensors, of any shape and dtype, are copied to the CPU if they are not
+            there. Empty if the rank holds nothing yet.
         rank: This rank.
         size: Number of ranks.
         dirty: True if residuals are pending; the same on all ranks.
@@ -106,15 +109,17 @@ def pack(state: Mapping[str, StateValue], rank: int, size: int, dirty: bool) -> 
 
 
 def normalize(saved: Mapping[str, object]) -> Checkpoint:
-    """A state as `pack` writes it.
+    """Checks a saved checkpoint of any supported format, and returns it in the types that `pack` writes.
 
     Args:
-        saved: What `pack` or `gather` returned, also where a serializer has made lists of its tuples; or a state dict
-            of gradwire before its keys carried the rank.
+        saved: Result of `pack` or `gather`, also if a serializer has made lists of its tuples; or a state dict of an
+            old gradwire, whose keys did not carry the rank.
 
     Raises:
-        ValueError: It is no state of the hook, or lacks entries that were saved; the message says what was wanted.
+        ValueError: It is no state of the hook, is of a newer format, lacks entries that were saved, or is damaged; the
+            message says what was wanted.
     """
+    # Refuse what is no state; take over a state dict without ranks in its keys.
     if not isinstance(saved, Mapping):
         raise ValueError(NOT_OURS)  # noqa: TRY004 - the content of a file is a value, whatever its type
     if not saved:
@@ -124,6 +129,7 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
         numbers = dict(state)
         rank, size, dirty = (int(numbers[PREFIX + key]) for key in ("rank", "size", "dirty"))
         return {JOB: (("size", size), ("dirty", dirty)), rank_key(rank): tuple(state)}
+    # Check the job's entry.
     found = {key: _entry(value) for key, value in saved.items()}
     job = dict(found.get(JOB, ()))
     if not all(isinstance(job.get(key), int) for key in ("size", "dirty")):
@@ -139,7 +145,7 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
         )
     elif number < FORMAT or job.pop(CHECK, None) != _crc(repr(tuple(job.items()))):
         raise ValueError(f"`state[{JOB!r}]` is not what was saved: it is damaged; {INSTEAD}")
-    if number > 1:  # of all ranks, where they are here: then all refuse it alike
+    if number > 1:  # check the parts of all ranks that are here, so that all ranks refuse alike
         for key, entry in found.items():
             if key != JOB:
                 _check_complete(key, dict(entry), number)
@@ -147,14 +153,16 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
 
 
 def refuse_other_owner(saved: Checkpoint, mark: str) -> None:
-    """Refuses a state of another kind, whose elements lie elsewhere, though parameters and shapes may be the same.
+    """Refuses a checkpoint of another kind of state, for example of a sharded model for a DDP model.
+
+    Its residuals would belong to other elements, though parameters and shapes may be the same.
 
     Args:
-        saved: What `normalize` returned.
-        mark: Of the kind that loads it, a key of `OWNERS`.
+        saved: Result of `normalize`.
+        mark: Key in `OWNERS` of the kind of state that loads it.
 
     Raises:
-        ValueError: It is of another one; the message names both.
+        ValueError: The checkpoint is of another kind; the message names both.
     """
     keys = [key for part in without_job(saved) for key in part if key != ENTRIES]
     found = next(each for each in OWNERS if not keys or any(key.startswith(each) for key in keys))
@@ -166,14 +174,14 @@ def refuse_other_owner(saved: Checkpoint, mark: str) -> None:
 
 
 def refuse_other_kinds(state: Mapping[str, StateValue], kinds: Mapping[str, type | UnionType]) -> None:
-    """Refuses a rank's entries that are of a kind that nobody saves.
+    """Refuses a rank's state in which a required value is missing or has another type.
 
     Args:
-        state: Of one rank.
-        kinds: What each of these entries is; all of them are there.
+        state: State dict of one rank.
+        kinds: Key -> type of the value, for each required key.
 
     Raises:
-        ValueError: One is of another kind, or missing.
+        ValueError: A value is missing or of another type; the message names its key.
     """
     for key, kind in kinds.items():
         if not isinstance(found := state.get(key), kind):
@@ -183,25 +191,31 @@ def refuse_other_kinds(state: Mapping[str, StateValue], kinds: Mapping[str, type
 
 
 def without_job(saved: Checkpoint) -> list[StateDict]:
-    """The entries of ranks that a checkpoint holds."""
+    """Returns the state dict of each rank in a checkpoint, without the job's entry."""
     return [dict(part) for key, part in saved.items() if key != JOB]
 
 
 def _has_checksums(entry: Entry) -> bool:
+    """Returns whether an entry lists its values in the way of format 3."""
     return not str(dict(entry).get(ENTRIES, "{")).startswith("{")  # format 2 has an object there
 
 
 _Stated = Mapping[str, tuple[Count | None, Count | None]]
-"""Key of a value -> elements of its tensor, and its checksum; None where there is none."""
+"""Key of a value -> (number of elements, None if it is no tensor; checksum, None in format 2)."""
 _STATED: MessageType[tuple[str, _Stated]] = MessageType(tuple[str, _Stated], most_nbytes=1 << 28)
 _STATED_IN_2: MessageType[Mapping[str, Count | None]] = MessageType(Mapping[str, Count | None], most_nbytes=1 << 28)
 
 
 def _stated(key: str, said: object, number: int) -> _Stated:
-    """What a rank's part says that it was saved with.
+    """Parses the list of the values that a rank's entry was saved with.
+
+    Args:
+        key: Key of the rank's entry in the checkpoint.
+        said: Value under `ENTRIES` in it.
+        number: Version of the checkpoint's format, 2 or 3.
 
     Raises:
-        MessageError: It does not say so, or is damaged.
+        MessageError: There is no such list, it is damaged, or it is of another rank.
     """
     if not isinstance(said, str):
         raise MessageError("a rank's part does not list its entries")
@@ -217,7 +231,18 @@ def _stated(key: str, said: object, number: int) -> _Stated:
 
 
 def _check_complete(key: str, entry: Mapping[str, StateValue], number: int) -> None:
-    """Refuses a rank's part that lacks entries it was saved with, or elements of them, or holds other values."""
+    """Refuses a rank's entry that lacks values it was saved with, or in which a size or a checksum differs.
+
+    Args:
+        key: Key of the rank's entry in the checkpoint, for messages.
+        entry: State dict of the rank, with the list of its values.
+        number: Version of the checkpoint's format, 2 or 3. In format 2 there are no checksums, so only missing values
+            and other numbers of elements are found.
+
+    Raises:
+        ValueError: The list of values is missing or damaged, a value is missing, or its number of elements or its
+            CRC-32 is not that in the list.
+    """
     try:
         wanted = _stated(key, entry.get(ENTRIES), number)
     except MessageError as error:
@@ -244,7 +269,7 @@ def _check_complete(key: str, entry: Mapping[str, StateValue], number: int) -> N
 
 
 def _crc(value: StateValue) -> int:
-    """Return the CRC-32 of a value with its type, and of a tensor with its shape, on whatever device it is."""
+    """Returns the CRC-32 of a value; of a tensor on any device, that of its dtype, shape and content."""
     if not isinstance(value, Tensor):
         return zlib.crc32(repr(value).encode(errors="surrogatepass"))
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -252,24 +277,26 @@ def _crc(value: StateValue) -> int:
 
 
 def _numel(value: StateValue) -> int | None:
+    """Returns the number of elements of a tensor; None for any other value."""
     return value.numel() if isinstance(value, Tensor) else None
 
 
 def _elements(numel: int | None) -> str:
+    """Returns a result of `_numel` in words."""
     return "no tensor" if numel is None else f"{numel} elements"
 
 
 def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
-    """This rank's part of a checkpoint of any number of ranks.
+    """Returns the state dict of one rank from a checkpoint of any number of ranks.
 
     Args:
-        saved: What `pack`, `gather` or `normalize` returned.
+        saved: Result of `pack`, `gather` or `normalize`.
         rank: This rank.
         size: Number of ranks.
 
     Returns:
-        None where there is nothing to restore: the state is of another number of ranks, and was flushed, or was saved
-        before the first bucket.
+        The state dict; None if there is nothing to restore, because the checkpoint is of another number of ranks and
+        was flushed, or was saved before the first bucket.
 
     Raises:
         ValueError: `saved` holds residuals of another number of ranks, or lacks this rank's part.
@@ -299,28 +326,30 @@ def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
 
 @runtime_checkable
 class GathersBytes(Protocol):
-    """A group whose ranks may change: torch's own would take one that is lost meanwhile for one that gave nothing."""
+    """Gathers bytes itself, as a group of elastic training does, whose ranks may change during the call."""
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """What each rank gave."""
+        """Returns the bytes of each rank; every rank calls it with its own."""
 
 
 def gather(
     own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool, peer_wait: Callable[[], PeerWait] | None = None
 ) -> Checkpoint:
-    """Merges what the ranks of a group put into a checkpoint; all of them call it.
+    """Merges the parts of all ranks of a group into one checkpoint; every rank calls it.
 
     Args:
-        own: What `pack` returned.
-        group: Of the ranks.
-        on_all_ranks: Whether all of them shall have everything.
-        peer_wait: Makes the liveness check of the wait; None relies on the errors of torch.
+        own: Part of this rank, the result of `pack`.
+        group: Process group of the ranks, or a `GathersBytes`.
+        on_all_ranks: True if all ranks get the whole checkpoint; False if only rank 0 of the group does.
+        peer_wait: Makes the check for ranks that exit during the wait; None relies on the errors of torch.
 
     Returns:
-        Everything on the group's rank 0 or, if `on_all_ranks`, on all; on the others their own part.
+        The whole checkpoint; on ranks that do not get it, their own part.
 
     Raises:
-        PeerError: A rank has ended, or has given up.
+        PeerError: A rank has exited, or has aborted.
+        RuntimeError: Torch's gather failed, and no such rank was found.
+        ValueError: A rank sent no state.
     """
     packed = io.BytesIO()
     torch.save(own, packed)
@@ -337,10 +366,13 @@ def gather(
 
 
 def _part(said: bytes) -> Checkpoint:
-    """What another rank has put into a checkpoint: tensors and plain values, no code.
+    """Parses the part of another rank: tensors and plain values; nothing in it is run as code.
+
+    Args:
+        said: Bytes that the rank has written with `torch.save`.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: They are no part of a checkpoint.
     """
     try:
         found: object = torch.load(io.BytesIO(said), map_location="cpu", weights_only=True)
@@ -352,9 +384,20 @@ def _part(said: bytes) -> Checkpoint:
 
 
 def _watched(collect: Callable[[], list[bytes]], peer_wait: Callable[[], PeerWait] | None) -> list[bytes]:
-    """Has a thread collect, and waits for that as long as no rank is known to have ended.
+    """Runs `collect` in a thread, and waits for it until it ends or a rank is found to have exited.
 
-    Torch's own words for one that is lost name nobody, and some ranks hear of it at the time-out alone.
+    Torch's own error for a lost rank does not name it, and some ranks get it only at the timeout.
+
+    Args:
+        collect: Gathers bytes of all ranks.
+        peer_wait: Makes the check for ranks that have exited; None calls `collect` in this thread.
+
+    Returns:
+        The result of `collect`.
+
+    Raises:
+        PeerError: A rank has exited, or has aborted.
+        RuntimeError: `collect` raised it, and no such rank was found within `GRACE_SECONDS`.
     """
     if peer_wait is None:
         return collect()
@@ -379,61 +422,66 @@ def _watched(collect: Callable[[], list[bytes]], peer_wait: Callable[[], PeerWai
 
 
 def rank_file(place: str, rank: int) -> str:
-    """Where a rank's own file is, beside or in a framework's checkpoint.
+    """Returns the path of a rank's own file, beside or in a framework's checkpoint.
 
     Args:
-        place: The checkpoint's folder with its separator, or its file with a dot behind.
-        rank: Which.
+        place: Prefix of the path: the checkpoint's folder with a separator behind, or its file with a dot behind.
+        rank: The rank.
     """
     return f"{place}gradwire_state_{rank}.pth"
 
 
 def save_file(state: Checkpoint, path: str) -> None:
-    """Writes one rank's file into a local folder, which is made where it is missing.
+    """Writes one rank's file into a local folder, which is created if it is missing.
 
-    A failure, a full disk for one, or the end of the process leaves the file that was there before as it was.
+    If this fails (with a full disk, say) or the process ends meanwhile, an earlier file stays as it was.
 
     Args:
-        state: What `pack` returned.
-        path: What `rank_file` returned.
+        state: Part of this rank, the result of `pack`.
+        path: Result of `rank_file`.
 
     Raises:
         OSError: The file cannot be written.
-        RuntimeError: As above, in torch's words.
+        RuntimeError: The file cannot be written, and torch has noticed it first.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     replace_file(Path(path), lambda file: torch.save(state, file))
 
 
 def load_file(path: str) -> dict[str, object]:
-    """Reads what `save_file` has written.
+    """Reads a file that `save_file` has written; its content is still to be checked by `normalize`.
+
+    Args:
+        path: Result of `rank_file`.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no such file.
     """
     saved: dict[str, object] = torch.load(path, map_location="cpu", weights_only=True)
     return saved
 
 
 _FOUND: MessageType[tuple[bool, str]] = MessageType(tuple[bool, str])
-"""Whether a rank has a file, and why it cannot be read; empty where it can."""
+"""Message of a rank: (whether it has loaded a file, why a file cannot be read; empty if there was no error)."""
 
 
 def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -> dict[str, object] | None:
-    """What this rank loads of a checkpoint with a file for each rank; all ranks of the default group call it.
+    """Loads this rank's file of a checkpoint with a file for each rank; all ranks of the default group call it.
 
-    That is its own file, or rank 0's, which says whether it was flushed, where more ranks resume than saved.
+    If this rank has none, because more ranks resume than saved, it loads rank 0's, which tells whether the state was
+    flushed.
 
     Args:
         place: As for `rank_file`.
-        load: Reads a file; raises FileNotFoundError where there is none.
+        load: Reads a file; raises FileNotFoundError if there is none.
 
     Returns:
-        None where the checkpoint was written without gradwire, or without a compressor.
+        Content of the file; None if no rank has a file, because the checkpoint was written without gradwire or without
+        a compressor.
 
     Raises:
-        FileNotFoundError: Other ranks have files.
-        ValueError: A rank's file cannot be read; on all ranks.
+        FileNotFoundError: This rank finds no file, and others do.
+        ValueError: A rank's file cannot be read; raised on all ranks.
     """
     saved: dict[str, object] | None = None
     unread = ""
@@ -461,6 +509,7 @@ def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -
 
 
 def _entry(value: object) -> Entry:
+    """Returns an entry of a loaded checkpoint in plain tuples; raises ValueError if it has no (key, value) pairs."""
     if not isinstance(value, Sequence) or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in value):
         raise ValueError(NOT_OURS)
     return tuple((str(key), each) for key, each in value)

@@ -28,10 +28,10 @@ KINDS: Mapping[str, type | UnionType] = {
     PREFIX + "loss_scale": int | float,
     PREFIX + "transfers": Tensor,
 }
-"""Entries of every saved state, with their types."""
+"""Key of an entry that every saved state has -> its type."""
 
 SHORT = 24
-"""Characters shown of a value in a loaded state if ranks have loaded different ones."""
+"""Number of characters that an error shows of a value if ranks have loaded different ones."""
 
 IDLE = "exact "
 """Beginning of `Communicator.placement` if nothing is compressed."""
@@ -101,7 +101,7 @@ class Compression:
         return own | {PREFIX + "loss_scale": float(self.loss_scale.value), PREFIX + "dirty": int(self.dirty)}
 
     def take_progress(self, progress: Mapping[str, StateValue]) -> None:
-        """Sets the compressor's state and the loss scale.
+        """Sets the compressor's state, the loss scale and whether residuals are pending.
 
         Args:
             progress: Result of `progress` on another rank, which has counters and no residuals, or a whole state of
@@ -113,7 +113,7 @@ class Compression:
         self._dirty = bool(progress[PREFIX + "dirty"])
 
     def residual_norm(self) -> float:
-        """Return the norm of this rank's residuals, in units of the gradients without loss scale."""
+        """Returns the norm of this rank's residuals, in units of the gradients without loss scale."""
         return math.sqrt(planned(self.compressor).residual_square()) / (float(self.loss_scale.value) or 1.0)
 
     def take_saved_transfers(self) -> Tensor | None:
@@ -171,6 +171,12 @@ class Compression:
         self.flushing = False
 
     def _end_step(self, finite: bool | Tensor, transfers: Sequence[Layout]) -> None:
+        """Passes the step's end to the compressor.
+
+        Args:
+            finite: Whether all averages of the step are finite; on CUDA a 0-dim bool tensor on the device.
+            transfers: As for `end_step`.
+        """
         planned(self.compressor).travelled(transfers, finite, self.left_alone)
         self.left_alone = ()
         self.compressor.end_step(finite)
@@ -208,12 +214,16 @@ class Compression:
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Restores a state that `state_dict` returned on the same rank of the same number of ranks.
 
+        It also sets `alike` and `loaded`, by which ranks find out whether they have loaded the same state.
+
         Args:
-            state: The state of this rank.
+            state: Saved state of this rank.
 
         Raises:
-            ValueError: The state is of another model or compressor, or is damaged; nothing was changed.
+            ValueError: The state is of another model or compressor, or is damaged; or it holds residuals, and nothing
+                is compressed here. Nothing was changed.
         """
+        # Check all that can be checked before anything changes.
         refuse_other_kinds(state, KINDS)
         transfers = state[PREFIX + "transfers"]
         assert isinstance(transfers, Tensor)
@@ -229,10 +239,12 @@ class Compression:
                 'nodes, or with plan="flat", or call state.flush() and train one more step before saving (of Outer: '
                 "synchronize())"
             )
+        # Restore the compressor and the loss scale.
         try:
             self.take_progress(state)
         except (TypeError, KeyError, OverflowError, AttributeError) as error:
             raise ValueError(f"`state` is damaged in what the compressor saved: {error}; {INSTEAD}") from error
+        # Keep the transfers for the next step, and the facts that ranks compare.
         self.alike = placement == self.placement
         self._undecided = None
         self._saved_transfers = transfers if transfers.numel() else None
@@ -241,13 +253,15 @@ class Compression:
 
 
 def refuse_not_finite(state: Mapping[str, StateValue]) -> None:
-    """Refuses a state with a NaN or an infinity, which would make every later gradient NaN.
+    """Refuses a saved state that holds numbers which would make every later gradient NaN.
+
+    These are tensors with a NaN or an infinity, and floats that are NaN. A float that is infinite passes.
 
     Args:
-        state: A saved state.
+        state: Saved state of one rank.
 
     Raises:
-        ValueError: A tensor holds a NaN or an infinity; the message names it.
+        ValueError: An entry is such a tensor or float; the message names it.
     """
     for name, value in state.items():
         odd = (
@@ -268,6 +282,7 @@ def _shortly(text: str) -> str:
 
 
 def _wait(bucket: Bucket) -> Tensor:
+    """Waits for a bucket's average and returns it, or raises the error of its all-reduce."""
     assert bucket.future is not None
     value = bucket.future.wait()
     if isinstance(value, BaseException):
@@ -285,7 +300,11 @@ job, torch 2.13.0+cpu, 2026-11-22). One thread of torch takes 112 where the pass
 
 
 def is_finite(flat: Tensor) -> bool:
-    """Returns whether all elements are finite; in one pass and without a temporary, by their minimum and maximum."""
+    """Returns whether all elements of a tensor are finite; in one pass and without a temporary.
+
+    Args:
+        flat: Floating-point tensor; of a sparse one, the stored values count. True if it has no elements.
+    """
     if flat.layout != torch.strided:
         flat = flat._values()
     if flat.numel() == 0:

@@ -1,4 +1,4 @@
-"""Which parameter is which: the names that every state is keyed by, and the layout of a bucket."""
+"""Gives parameters the names that every state is keyed by, and computes the layouts of buckets."""
 
 import math
 import weakref
@@ -11,7 +11,7 @@ from gradwire.compressors.base import Layout, Slice
 
 
 class ParameterNames:
-    """Names of a model's parameters, by identity.
+    """Maps the parameters of a model, by identity, to their names.
 
     Without a model, parameters are numbered in the order in which they are first seen; DDP hands them over in the
     model's order in its first step, so the numbers agree on all ranks and in every run.
@@ -22,15 +22,18 @@ class ParameterNames:
         self._parameters: list[Tensor] = []  # kept alive, so that an id cannot be given to another tensor
         self._bound = False
         self.model: Callable[[], nn.Module | None] = lambda: None
-        """Returns the model whose names these are; None before `bind`, and once the model is gone."""
+        """Returns the model that was bound; None before `bind`, and once the model is freed."""
         self.layouts: dict[tuple[int, ...], Layout] = {}
-        """The layouts of the buckets seen so far, by the ids of their parameters."""
+        """(id of each parameter of a bucket) -> layout, for all buckets seen so far."""
 
     def bind(self, model: nn.Module) -> None:
-        """Takes the names of `model`, without the `module.` that DDP puts in front.
+        """Takes the parameter names of a model, without the `module.` that DDP puts in front.
+
+        Args:
+            model: The DDP model, or the module inside it.
 
         Raises:
-            ValueError: Other parameters were seen before.
+            ValueError: A model was bound before, or parameters were seen that this one does not have.
         """
         if self._bound:
             raise ValueError(
@@ -52,30 +55,33 @@ class ParameterNames:
 
     @property
     def bound(self) -> bool:
-        """Whether the names are a model's own."""
+        """Whether the names are those of a bound model; if not, parameters are numbered."""
         return self._bound
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters known so far, as `nn.Module.named_parameters` gives them."""
+        """Returns (name, parameter) of the parameters known so far."""
         return [
             (self._names[id(parameter)], parameter) for parameter in self._parameters if id(parameter) in self._names
         ]
 
     def known(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-        """The names of those parameters that have one."""
+        """Returns the names of the given parameters, without those that are not known."""
         return tuple(self._names[id(parameter)] for parameter in parameters if id(parameter) in self._names)
 
     def numels(self) -> dict[str, int]:
-        """Elements of each parameter that has a name, of complex ones the real and the imaginary parts."""
+        """Returns name -> number of elements of each known parameter; a complex element counts as two."""
         return {name: math.prod(_memory_shape(parameter)) for name, parameter in self.named_parameters()}
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of all parameters known so far."""
+        """Shapes of all parameters known so far, in the model's order."""
         return tuple(tuple(parameter.shape) for parameter in self._parameters)
 
     def layout(self, bucket: GradBucket) -> Layout:
         """Returns the layout of a bucket: the place of each parameter in its buffer.
+
+        Args:
+            bucket: Bucket from DDP.
 
         Raises:
             ValueError: The bucket holds a parameter of another model.
@@ -87,6 +93,7 @@ class ParameterNames:
         return self.layouts[key]
 
     def _build(self, parameters: Sequence[Tensor]) -> Layout:
+        """Makes the layout of parameters that lie one after the other."""
         slices, start = [], 0
         for parameter in parameters:
             shape = _memory_shape(parameter)
@@ -95,6 +102,7 @@ class ParameterNames:
         return Layout(tuple(slices))
 
     def _name(self, parameter: Tensor) -> str:
+        """Returns a parameter's name; before `bind` it numbers one that is new, after it raises ValueError for that."""
         if id(parameter) not in self._names:
             if self._bound:
                 raise ValueError(
@@ -107,7 +115,10 @@ class ParameterNames:
 
 
 def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape in memory order, as a channels_last weight lies in DDP's buffer; a complex one as pairs."""
+    """Returns a parameter's shape with its axes in the order of memory, as DDP's buffer holds its gradient.
+
+    That differs for a channels_last weight, for example. A complex parameter gets a last axis of 2.
+    """
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     shape = tuple(parameter.shape[axis] for axis in order)
     return (*shape, 2) if parameter.is_complex() else shape

@@ -1,4 +1,4 @@
-"""The first step after a restart: DDP's buckets are not those of the interrupted run yet, the transfers are.
+"""Makes the first step after a restart use the all-reduces of the interrupted run, though DDP's buckets differ yet.
 
 DDP guesses its buckets and rebuilds them after the first step, in the order in which the gradients arrived. In other
 buckets the blocks and shards of a compressor lie elsewhere, and a step rounds otherwise than the uninterrupted run did.
@@ -19,11 +19,19 @@ from gradwire.compressors.base import Layout, Slice
 log = logging.getLogger("gradwire")
 
 COLUMNS = 4
-"""The columns of a row: number of the transfer, of the parameter (by sorted name), first element in it, elements."""
+"""Number of columns: index of the transfer, index of the parameter by sorted name, first element in the parameter,
+number of elements."""
 
 
 def to_rows(transfers: Sequence[Layout]) -> Tensor:
-    """Which parameters travelled in which transfer, as a tensor that a state dict may hold: int64, (slices, 4)."""
+    """Encodes which elements travelled in which transfer as a tensor that a state dict may hold.
+
+    Args:
+        transfers: Layout of each all-reduce of a step, in the order in which they were started.
+
+    Returns:
+        CPU tensor of int64 with the shape (slices, `COLUMNS`): a row for each slice of each layout, in order.
+    """
     numbers = {name: number for number, name in enumerate(_names(transfers))}
     rows = [
         (index, numbers[piece.name], piece.parameter_start, piece.numel)
@@ -34,14 +42,15 @@ def to_rows(transfers: Sequence[Layout]) -> Tensor:
 
 
 def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
-    """The transfers that `to_rows` wrote down.
+    """Decodes the transfers that `to_rows` has encoded.
 
     Args:
-        rows: What it returned, for this model.
-        present: The layouts of this step's buckets, which name every parameter.
+        rows: Result of `to_rows` for the same model.
+        present: Layouts of this step's buckets, which name every parameter.
 
     Returns:
-        None where this step has other parameters or elements than the transfers had (one was frozen, say).
+        Layout of each transfer, in order; None if this step has other parameters or elements than the transfers had
+        (because one was frozen, say).
     """
     names, shapes = _names(present), {piece.name: piece.shape for layout in present for piece in layout.slices}
     if rows.numel() and int(rows[:, 1].max()) >= len(names):
@@ -60,8 +69,11 @@ class Resume:
     """Groups the buckets of one step into the all-reduces of the saved step; later buckets go to `fusion`.
 
     Args:
-        rows: The saved all-reduces, in the encoding of `to_rows`.
-        fusion: The grouping of all other steps; ends its step with this one.
+        rows: Saved all-reduces, in the encoding of `to_rows`.
+        fusion: Grouping of all other steps; ends its step with this one.
+
+    Attributes:
+        rows: As in Args.
     """
 
     def __init__(self, rows: Tensor, fusion: Fusion) -> None:
@@ -83,10 +95,14 @@ class Resume:
         return [*self._fusion.flush(), *self._all()]
 
     def end_step(self) -> list[AllReduce]:
-        """Returns the rest, and ends the step of `fusion`."""
+        """Ends the step of `fusion`, and returns all all-reduces that have not been started."""
         return [*self._fusion.end_step(), *self._all()]
 
     def _all(self) -> list[AllReduce]:
+        """Returns the all-reduces of the collected buckets, as the saved step had them; empty at the second call.
+
+        If the parameters are others than in the saved step, a warning is logged, and each bucket travels alone.
+        """
         if self._done:
             return []
         self._done = True
@@ -103,11 +119,11 @@ class Resume:
         return [self._launch(layout) for layout in transfers]
 
     def _launch(self, layout: Layout) -> AllReduce:
-        """The gradients of one transfer, wherever they lie in the buckets."""
+        """Returns the all-reduce of one transfer, with its gradients wherever they lie in the buckets."""
         return AllReduce([run for piece in layout.slices for run in self._runs(piece)], layout, self._buckets)
 
     def _runs(self, piece: Slice) -> Iterator[Tensor]:
-        """Where the elements of `piece` lie in the buckets, in order."""
+        """Yields views of the buckets that hold the elements of a slice, in order."""
         stop = piece.parameter_start + piece.numel
         found = sorted(
             (item.parameter_start, number, item)
@@ -122,10 +138,12 @@ class Resume:
 
 
 def _names(layouts: Sequence[Layout]) -> list[str]:
+    """Returns the names of all parameters in some layouts, sorted."""
     return sorted({piece.name for layout in layouts for piece in layout.slices})
 
 
 def _elements(layouts: Sequence[Layout]) -> dict[str, int]:
+    """Returns parameter's name -> number of its elements in some layouts."""
     found: dict[str, int] = {}
     for layout in layouts:
         for piece in layout.slices:
