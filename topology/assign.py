@@ -14,22 +14,22 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 def _speed(nic: Nic) -> float:
-    """Returns what a card is worth: its line rate, else what its PCIe link carries, else nothing."""
+    """Returns the bytes per second by which NICs are ranked: the line rate, else the PCIe link's rate, else 0."""
     return nic_bytes_per_second(nic) or pcie_bytes_per_second(nic.pcie) or 0.0
 
 
 def _usable(nics: Sequence[Nic]) -> list[Nic]:
-    """Returns the cards with a port that is not known to be down or in reserve; all of them where no port is known."""
+    """Returns the NICs with a port that is not known to be down or in reserve; all of them if no port is known."""
     if not any(nic.ports for nic in nics):
         return list(nics)
     return [nic for nic in nics if any(port.carries for port in nic.ports)]
 
 
 def fastest_nics(nics: Sequence[Nic]) -> list[Nic]:
-    """Returns the fastest of the cards that are not down, in the order given.
+    """Returns the fastest NICs that are not down, in the order of `nics`; several if they are equally fast.
 
     Args:
-        nics: Cards of one machine.
+        nics: NICs of one machine.
     """
     usable = _usable(nics)
     best = max(map(_speed, usable), default=0.0)
@@ -37,13 +37,16 @@ def fastest_nics(nics: Sequence[Nic]) -> list[Nic]:
 
 
 def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
-    """Returns GPU key -> the card it should drive: a fastest one of its nearest, shared by as few GPUs as possible.
+    """Assigns a NIC to each GPU: one of the fastest among its nearest, shared by as few GPUs as possible.
 
-    Cards that are down are passed over, as in NCCL, however near they are. Of several ways to share the cards equally
-    well, the one in the machine's order is taken.
+    NICs that are down are ignored, as in NCCL, however near they are. Of equally good assignments the one in the
+    machine's order is chosen.
 
     Args:
-        machine: The machine.
+        machine: Machine with the GPUs and NICs.
+
+    Returns:
+        GPU key -> NIC; None if no path from the GPU to a NIC is known.
 
     Source: NCCL v2.30 src/transport/net_ib (a port that is not ACTIVE is no device); Kuhn, "The Hungarian method for
     the assignment problem", 1955 (augmenting paths).
@@ -57,17 +60,17 @@ def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
 
 
 def _dealt(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Deals cards to GPUs so that the card with the most GPUs has as few as possible.
+    """Assigns NICs to GPUs so that the NIC with the most GPUs has as few as possible; returns GPU -> NIC.
 
     Args:
-        choices: GPU -> the cards that are as good for it; a GPU without one is left out of the answer.
+        choices: GPU -> the NICs that are equally good for it; a GPU without any is missing in the result.
     """
     holders: dict[str, list[str]] = {card: [] for cards in choices.values() for card in cards}
     waiting = [gpu for gpu in sorted(choices, key=lambda gpu: len(choices[gpu])) if choices[gpu]]
     room = 0
 
     def take(gpu: str, tried: set[str]) -> bool:
-        """Gives a GPU one of its cards, if need be by moving another GPU to another card."""
+        """Assigns a GPU one of its NICs, if necessary by moving another GPU; returns False if that is impossible."""
         free = next((card for card in choices[gpu] if len(holders[card]) < room), None)
         if free is not None:
             holders[free].append(gpu)
@@ -89,26 +92,30 @@ def _dealt(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def gpu_for_local_rank(machine: Machine, local_rank: int, variables: Mapping[str, str] = NO_VARIABLES) -> Gpu | None:
-    """Returns the GPU that a local rank drives, or None where there is none or it cannot be known.
+    """Returns the GPU that a local rank drives, or None if it has none or if it cannot be known.
 
     Args:
-        machine: The machine.
-        local_rank: 0 <= local_rank; rank i drives GPU i of those that it sees, modulo their number.
-        variables: Those of `visible.VARIABLES` that are set for the rank.
+        machine: The rank's machine.
+        local_rank: Index of the rank on this machine, from 0; rank i drives GPU i of the visible ones, modulo their
+            number.
+        variables: Name -> value of those variables in `visible.VARIABLES` that are set for the rank.
     """
     seen = visible_gpus(machine, variables)
     return seen.gpus[local_rank % len(seen.gpus)] if seen.gpus and not seen.unknown else None
 
 
 def nic_for_local_rank(machine: Machine, local_rank: int, variables: Mapping[str, str] = NO_VARIABLES) -> Nic | None:
-    """Returns the card a local rank should drive: its GPU's, else the fastest active ones of the host in turns.
+    """Returns the NIC a local rank should drive: that of its GPU; without GPUs, the fastest active ones in turns.
 
-    Where it is not known which of several GPUs is the rank's, it is the card that all of them drive, if that is one.
+    If it is unknown which of several GPUs the rank has, the NIC that all of them drive is returned, if it is one.
 
     Args:
-        machine: The machine.
-        local_rank: 0 <= local_rank.
-        variables: As for `gpu_for_local_rank`.
+        machine: The rank's machine.
+        local_rank: Index of the rank on this machine, from 0.
+        variables: Name -> value of those variables in `visible.VARIABLES` that are set for the rank.
+
+    Returns:
+        The NIC, or None if there is none or it cannot be known.
     """
     if machine.gpus:
         seen, cards = visible_gpus(machine, variables), nics_of_gpus(machine)
@@ -121,11 +128,14 @@ def nic_for_local_rank(machine: Machine, local_rank: int, variables: Mapping[str
 
 
 def crowded(drivers: Mapping[int, str | None], fastest: Sequence[str]) -> str | None:
-    """Returns which ranks of a machine share a card while one as fast is idle, or None where none do.
+    """Returns a clause on the ranks that share one of the fastest NICs while another of them is idle.
 
     Args:
-        drivers: Rank -> name of the card it drives; None where that is unknown.
-        fastest: Names of the machine's fastest cards.
+        drivers: Rank -> name of the NIC it drives; None if that is unknown.
+        fastest: Names of the machine's fastest NICs.
+
+    Returns:
+        `ranks 0, 1 share mlx5_0 while mlx5_1 is idle`; None if there is nothing to say, or if any NIC is unknown.
     """
     users: dict[str | None, list[int]] = defaultdict(list)
     for rank, nic in drivers.items():

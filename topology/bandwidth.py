@@ -41,7 +41,7 @@ ALPHA_SECONDS: dict[AlphaKind, float] = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "netw
 
 
 def pcie_bytes_per_second(link: PcieLink | None) -> float | None:
-    """Returns what a PCIe link carries, or None where its speed is unknown or belongs to an emulated bridge.
+    """Returns the rate of a PCIe link, or None if its speed is unknown or belongs to an emulated bridge.
 
     Args:
         link: Rate and width of the link.
@@ -56,7 +56,7 @@ def memory_bytes_per_second(gpu: Gpu) -> float:
     """Returns the peak bandwidth of a GPU's memory: the driver's figure, else a data sheet's of its generation.
 
     Args:
-        gpu: One GPU; where nothing is known of it, the slowest card of the tables.
+        gpu: The GPU; if its generation is unknown, the slowest card of the table is assumed.
     """
     if gpu.memory_bytes_per_second:
         return gpu.memory_bytes_per_second
@@ -67,11 +67,11 @@ def memory_bytes_per_second(gpu: Gpu) -> float:
 
 
 def nvlink_bytes_per_second(gpu: Gpu, count: int) -> float | None:
-    """Returns what `count` NVLinks of this GPU carry, or None for an unknown generation.
+    """Returns the rate of a bundle of NVLinks of a GPU, or None for an unknown generation.
 
     Args:
-        gpu: Its compute capability decides.
-        count: Links in the bundle.
+        gpu: GPU whose compute capability decides the rate of a link.
+        count: Number of links in the bundle.
     """
     capability = gpu.compute_capability
     if capability is None or capability < 60 or capability in UNKNOWN_NVLINKS:
@@ -81,21 +81,21 @@ def nvlink_bytes_per_second(gpu: Gpu, count: int) -> float | None:
 
 
 def xgmi_bytes_per_second(gpu: Gpu, count: int) -> float | None:
-    """Returns what `count` xGMI links of this GPU carry, or None for an unknown architecture.
+    """Returns the rate of a bundle of xGMI links of a GPU, or None for an unknown architecture.
 
     Args:
-        gpu: Its architecture decides.
-        count: Links in the bundle.
+        gpu: GPU whose architecture decides the rate of a link.
+        count: Number of links in the bundle.
     """
     per_link = XGMI_PER_LINK.get(gpu.architecture or "")
     return None if per_link is None else per_link * count * GIGABYTE
 
 
 def socket_bytes_per_second(cpu: Cpu) -> float | None:
-    """Returns what crosses between this NUMA node and another one, or None for an unknown processor.
+    """Returns the rate between this NUMA node and one on another socket, or None for an unknown processor.
 
     Args:
-        cpu: Architecture, vendor and model decide.
+        cpu: NUMA node whose architecture, vendor and model decide the rate.
     """
     if cpu.architecture == "arm64":
         return ARM_SOCKETS * GIGABYTE
@@ -110,10 +110,13 @@ def socket_bytes_per_second(cpu: Cpu) -> float | None:
 
 
 def port_bytes_per_second(port: Port) -> float | None:
-    """Returns a port's line rate in bytes, or None where it is unknown, down, in reserve or a virtual driver's.
+    """Returns a port's line rate in bytes per second.
 
     Args:
-        port: The port.
+        port: Network port.
+
+    Returns:
+        None if the rate is unknown or a virtual driver's, or if the port is down or in reserve.
     """
     if port.virtual or not port.carries or not port.bits_per_second:
         return None
@@ -121,10 +124,13 @@ def port_bytes_per_second(port: Port) -> float | None:
 
 
 def nic_bytes_per_second(nic: Nic) -> float | None:
-    """Returns what a card can send: the sum of its ports, but no more than its PCIe link carries.
+    """Returns the rate at which a NIC can send: the sum of its ports, but no more than its PCIe link carries.
 
     Args:
-        nic: The card.
+        nic: NIC with its ports.
+
+    Returns:
+        Bytes per second; None if no port that is up reports its rate.
     """
     rates = [rate for rate in map(port_bytes_per_second, nic.ports) if rate is not None]
     if not rates:

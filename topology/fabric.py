@@ -40,32 +40,39 @@ _NEAR_FROM_HOPPER = (*_NEAR, PathType.P2C)
 
 
 def sender_nics(nics: int, ranks: int) -> int:
-    """Returns how many cards one GPU's own traffic uses: those near it, at least one.
+    """Returns how many NICs one GPU's own traffic uses: an equal share of the node's, at least one.
 
     Args:
-        nics: Cards that the GPUs of a node drive.
-        ranks: Those GPUs.
+        nics: Number of NICs that the GPUs of a node drive together.
+        ranks: Number of these GPUs.
     """
     return max(1, nics // ranks)
 
 
 def network_of_nics(nics: Iterable[Nic]) -> str:
-    """Returns the slowest kind of network among some cards, a key of `NETWORK_SECONDS`; `tcp` where there are none.
+    """Returns the kind of network with the highest latency among some NICs; `tcp` if there are none.
 
     Args:
-        nics: Cards of one machine.
+        nics: NICs of one machine.
+
+    Returns:
+        A key of `NETWORK_SECONDS`.
     """
     kinds = {_network_of(nic) for nic in nics}
     return max(kinds or {"tcp"}, key=lambda kind: (NETWORK_SECONDS[kind], kind))
 
 
 def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | None:
-    """Returns what NCCL's model asks about a machine; None without GPUs, and where they are not NVIDIA's or not known.
+    """Returns the properties of a node's GPUs and network on which NCCL's cost model depends.
 
     Args:
-        machine: One of the nodes.
-        network: In place of what the machine's own cards say: another card is then somewhere in the machine, and LL128
-            does not pass it.
+        machine: One of the nodes, which are taken to be alike.
+        network: Kind of network to assume instead of that of the machine's own NICs. The place of such a NIC in the
+            machine is unknown, so LL128 is taken to be off. None uses the machine's NICs.
+
+    Returns:
+        None if the machine has no GPU, if not all GPUs are NVIDIA's of a known generation, if they are divided into
+        MIG slices, or if this process sees one GPU of several.
     """
     gpus = given_gpus(machine)
     if len(gpus) == 1 < len(machine.gpus):  # of what joins it to the other ranks' GPUs this process sees nothing
@@ -95,7 +102,7 @@ def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | No
 
 
 def _network_of(nic: Nic) -> str:
-    """Returns the network of a card: InfiniBand by class, or what a port with an RDMA device speaks, else TCP."""
+    """Returns the kind of network of a NIC: InfiniBand by its PCI class, else that of its RDMA ports, else `tcp`."""
     if (nic.class_code or 0) >> 8 == 0x0207:
         return "infiniband"
     rdma = [port for port in nic.ports if not port.virtual and port.name not in port.interfaces]

@@ -13,21 +13,21 @@ DefectKind = Literal["asymmetric_cell", "short_row", "self_link", "dangling_link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PcieLink:
-    """How fast a PCIe function is attached to the bridge above it."""
+    """Describes the PCIe link between a function and the bridge above it."""
 
     gigatransfers_per_second: float | None = None
     """Highest transfer rate of one lane that both ends have: 2.5, 5, 8, 16, 32 or 64."""
     current_gigatransfers_per_second: float | None = None
-    """The rate at the moment where it is lower: an idle GPU lowers it."""
+    """Current rate of one lane, if it is lower than the highest (an idle GPU lowers it); else None."""
     lanes: int | None = None
     """Width of the link."""
     virtual: bool = False
-    """True where the figures belong to an emulated bridge and say nothing about the hardware."""
+    """True if the figures belong to an emulated bridge and say nothing about the hardware."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """One NUMA node: the processor cores and the memory next to them."""
+    """Describes one NUMA node: the processor cores and the memory next to them."""
 
     key: str
     """Unique name in the machine, for example `numa0`."""
@@ -47,25 +47,25 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PciDevice:
-    """What switches, GPUs and NICs have in common."""
+    """Holds the fields that switches, GPUs and NICs have in common."""
 
     key: str
-    """Unique name in the machine: the bus id, where there is one."""
+    """Unique name in the machine: the bus id, if there is one."""
     parent: str | None = None
-    """Key of the switch or CPU above; None where unknown."""
+    """Key of the switch or CPU above; None if unknown."""
     bridges_known: bool = True
-    """False where the source may lack PCIe switches between it and its `parent`."""
+    """False if the source may lack PCIe switches between the device and its `parent`."""
     vendor: int | None = None
     device: int | None = None
     subsystem_vendor: int | None = None
     subsystem_device: int | None = None
     pcie: PcieLink | None = None
-    """Its link to the bridge above."""
+    """Link to the bridge above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PciSwitch(PciDevice):
-    """A PCIe switch; its key is the bus id of its upstream port."""
+    """Describes a PCIe switch; its key is the bus id of its upstream port."""
 
     virtual: bool = False
     """True for a bridge that a hypervisor or a hand-written file invented."""
@@ -73,7 +73,7 @@ class PciSwitch(PciDevice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """One network port, under the name a collective library uses for it."""
+    """Describes one network port, under the name a collective library uses for it."""
 
     name: str
     """RDMA device (`mlx5_0`, `rdmap16s27`, `cxi0`) where there is one, else the network interface (`eth0`)."""
@@ -88,37 +88,39 @@ class Port:
     bits_per_second: float | None = None
     """Reported line rate of one direction."""
     active: bool | None = None
+    """True if the link is up."""
     bond: str | None = None
     """Bonded interface the port is a member of."""
     standby: bool = False
-    """True where that bond holds the port in reserve, so that other members carry what is sent."""
+    """True if that bond keeps the port in reserve and sends through other members."""
     above: str | None = None
-    """Interface that has the port's address: the uppermost bond, team or bridge it is in, or a hypervisor's."""
+    """Interface that has the port's IP address: the uppermost bond, team or bridge it is in, or a hypervisor's. None:
+    the port's own interface."""
     virtual: bool = False
-    """True where a virtual driver reports the rate, which then means nothing."""
+    """True if a virtual driver reports the rate, which then means nothing."""
     gdr: bool | None = None
     """Whether the network library says that it can register GPU memory."""
     guid: str | None = None
 
     @property
     def carries(self) -> bool:
-        """Whether something can be sent through it, as far as is known."""
+        """Returns whether the port can carry traffic: it is neither in reserve nor known to be down."""
         return self.active is not False and not self.standby
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(PciDevice):
-    """What GPUs and NICs have in common."""
+    """Holds the further fields that GPUs and NICs have in common."""
 
     bus: str | None = None
     name: str | None = None
-    """Model, where the source tells it."""
+    """Model, if the source has it."""
     class_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic(Endpoint):
-    """One network card; the functions of a multi-port card are one Nic with several ports.
+    """Describes one network card; the functions of a multi-port card are one Nic with several ports.
 
     Its key is the bus id of function 0, or `numa0/eth0` for a card that shows no PCI device.
     """
@@ -133,15 +135,15 @@ class Nic(Endpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu(Endpoint):
-    """One GPU as the driver counts it (on AMD MI200 that is half a card).
+    """Describes one GPU as the driver counts it (on AMD MI200 that is half a card).
 
-    Its key is the bus id, or `GPU0` where the source gives none.
+    Its key is the bus id, or `GPU0` if the source has none.
     """
 
     index: int | None = None
-    """Number the driver gives it."""
+    """Number that the driver assigns."""
     part: int | None = None
-    """Which part it is of a card that shows itself as several GPUs on one bus id; None for a whole card."""
+    """Index of the part, if a card appears as several GPUs on one bus id; None for a whole card."""
     compute_capability: int | None = None
     """`sm` of NCCL's file: 80 for A100, 90 for H100; AMD writes a number of its own."""
     architecture: str | None = None
@@ -150,22 +152,22 @@ class Gpu(Endpoint):
     gdr: bool | None = None
     """Whether the driver says that the GPU supports GPUDirect RDMA."""
     peers: bool | None = None
-    """Whether it reaches the memory of the node's other GPUs itself; None if the source does not say."""
+    """Whether the GPU can access the memory of the node's other GPUs directly; None if the source does not say."""
     memory_nbytes: int | None = None
     memory_bytes_per_second: float | None = None
-    """Peak bandwidth of its memory, as the driver's figures have it; None where it tells none."""
+    """Peak bandwidth of the GPU's memory from the driver's figures; None if it reports none."""
     uuid: str | None = None
-    """As the driver writes it: `GPU-8932f937-d72c-...`."""
+    """UUID in the driver's notation: `GPU-8932f937-d72c-...`."""
     slices: tuple[str, ...] = ()
     """UUIDs of its MIG slices: `MIG-41b36412-...`."""
     nvlink_domain: str | None = None
-    """NVLink domain of several hosts that it has joined, `4a5e.../32766` (cluster and clique): GPUs of one domain reach
-    each other over NVLink, whatever host they are in. None: it has joined none, or the source does not tell."""
+    """NVLink domain of several hosts that the GPU has joined, `4a5e.../32766` (cluster and clique): GPUs of one domain
+    reach each other over NVLink, whatever host they are in. None: it has joined none, or the source does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvSwitch:
-    """One NVLink switch chip."""
+    """Describes one NVLink switch chip."""
 
     key: str
     """Bus id, or `hidden` where a virtual machine cannot see it."""
@@ -173,7 +175,7 @@ class NvSwitch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLink:
-    """A connection outside the PCIe tree, the same in both directions."""
+    """Describes a connection outside the PCIe tree, the same in both directions."""
 
     a: str
     """Key of a GPU (or of a switch, for `pci_peer`)."""
@@ -188,25 +190,31 @@ class DeviceLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenPath:
-    """A path type that the source states without showing the tree behind it."""
+    """Holds a path type that the source states without showing the tree behind it.
+
+    Attributes:
+        a: Key of one device.
+        b: Key of the other device.
+        name: Path type as the source prints it: `PIX`, `NODE`, `NV12`.
+    """
 
     a: str
     b: str
     name: str
-    """As printed: `PIX`, `NODE`, `NV12`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defect:
-    """Something the source got wrong and that was therefore left out."""
+    """Describes an error in the source, whose cell, row or link was therefore left out."""
 
     kind: DefectKind
     where: str
+    """Place of the error in the source, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Everything known about one host."""
+    """Holds everything known about one host."""
 
     hostname: str | None = None
     product: str | None = None
@@ -218,20 +226,20 @@ class Machine:
     nvswitches: tuple[NvSwitch, ...] = ()
     links: tuple[DeviceLink, ...] = ()
     links_known: bool = False
-    """Whether the source would have shown NVLink or xGMI, so that none in `links` means that there is none."""
+    """True if the source shows NVLink and xGMI, so that an empty `links` means that there is none."""
     given_paths: tuple[GivenPath, ...] = ()
     unclassified: tuple[str, ...] = ()
-    """PCI functions that the source lists without saying what they are."""
+    """Bus ids of PCI functions that may be GPUs or NICs, but whose class or vendor the source does not say."""
     defects: tuple[Defect, ...] = ()
     notes: tuple[str, ...] = ()
-    """What is missing or doubtful, one sentence each."""
+    """Sentences about what is missing or doubtful."""
     sources: tuple[str, ...] = ()
-    """Where the facts came from: `sysfs`, `nvml`, a file."""
+    """Sources of the facts: `sysfs`, `nvml`, a file."""
     virtual: bool | None = None
     """Whether the host is a virtual machine."""
 
     @property
     def nvlink_domain(self) -> str | None:
-        """The NVLink domain of several hosts that all GPUs have joined; None where there is none, or several."""
+        """Returns the NVLink domain of several hosts that all GPUs have joined; None if there is none, or several."""
         domains = {gpu.nvlink_domain for gpu in self.gpus}
         return domains.pop() if len(domains) == 1 else None

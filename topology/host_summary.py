@@ -13,19 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Rates in bytes per second, one direction; None is unknown (a virtual NIC, a link nobody published).
+    """Summarizes one machine for a rank on it: link rates in bytes per second (one direction) and NICs.
 
     Attributes:
-        intra_node: Per GPU, inside the node; unknown for ranks that keep their gradients in host memory.
-        inter_node: Of the whole node, over the NICs that its GPUs drive.
-        nic: The NIC that this rank should drive; None where nothing is known about it.
-        interface: Network interface of that NIC's first port that is up; the bond or bridge it is in, which has the
-            address. None where it has none.
-        fastest: All NICs of the machine that are as fast as its fastest.
-        nics: NICs that `inter_node` is of, all together.
-        fabric: What NCCL's cost model asks about the GPUs; None for ranks that keep their gradients in host memory, and
-            where it is not known.
-        nic_unknown: Why `nic` is None, where that is because nobody can tell which GPU the rank has.
+        intra_node: Rate per GPU inside the node; None if unknown, as for ranks that keep their gradients in host
+            memory.
+        inter_node: Rate of the whole node, over all NICs that its GPUs drive; None if no NIC reports its rate.
+        nic: Name of the NIC that this rank should drive; None if it cannot be known.
+        interface: Network interface with the address of that NIC's first usable port: its own, or that of the bond or
+            bridge it is in. None if it has none.
+        fastest: Names of all NICs of the machine that are as fast as its fastest.
+        nics: Number of NICs whose rates `inter_node` sums; None without GPUs.
+        fabric: Properties of the GPUs for NCCL's cost model; None for ranks that keep their gradients in host memory,
+            and if they are not known.
+        nic_unknown: Reason why `nic` is None, if the rank's GPU cannot be determined; empty otherwise.
     """
 
     intra_node: float | None
@@ -44,8 +45,11 @@ def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = N
     The readers are imported here: importing the comm hook needs none of them, and only a communicator calls this.
 
     Args:
-        local_rank: Index of the rank on this machine; None where the launcher did not say, and no NIC is chosen then.
-        variables: Those of `visible.VARIABLES` that are set for the rank.
+        local_rank: Index of the rank on this machine; None if the launcher did not set it: no NIC is chosen then.
+        variables: Name -> value of those variables in `visible.VARIABLES` that are set for the rank; None means none.
+
+    Raises:
+        TopologyError: The machine has no folder /sys.
     """
     from gradwire.topology.assign import fastest_nics, nic_for_local_rank, nics_of_gpus
     from gradwire.topology.fabric import fabric_of

@@ -42,10 +42,10 @@ def _scaled(rate: float) -> str:
 
 
 def pcie_text(link: PcieLink | None) -> str:
-    """Returns what is known about a PCIe link: `32 GT/s x16, 48 GB/s`, or `virtual link`.
+    """Returns the rate and width of a PCIe link: `32 GT/s x16, 48 GB/s`, or `virtual link`; unknown parts are `?`.
 
     Args:
-        link: The link.
+        link: PCIe link; None gives an empty text.
     """
     if link is None:
         return ""
@@ -58,10 +58,10 @@ def pcie_text(link: PcieLink | None) -> str:
 
 
 def nic_rate(nic: Nic) -> str:
-    """Returns a card's line rate: the sum of its ports that are in use, `virtual`, `down`, `standby` or `?`.
+    """Returns a NIC's line rate as text: the sum of its usable ports, or `virtual`, `down`, `standby` or `?`.
 
     Args:
-        nic: The card.
+        nic: NIC with its ports.
     """
     if nic.ports and all(port.virtual for port in nic.ports):
         return "virtual"
@@ -73,27 +73,27 @@ def nic_rate(nic: Nic) -> str:
 
 
 def nic_with_state(nic: Nic) -> str:
-    """Returns what people call a card, with why nothing can be sent through it: `mlx5_0 (down)`.
+    """Returns a NIC's name, and in brackets why it cannot send, if so: `mlx5_0 (down)`.
 
     Args:
-        nic: The card.
+        nic: NIC with its ports.
     """
     state = nic_rate(nic)
     return f"{nic_name(nic)} ({state})" if state in ("down", "standby") else nic_name(nic)
 
 
 def nic_name(nic: Nic) -> str:
-    """Returns what people call a card: its ports' names, else its bus id.
+    """Returns a NIC's name: its ports' names (`mlx5_0`, `mlx5_0+mlx5_1`, `mlx5_0-3`), else its bus id.
 
     Args:
-        nic: The card.
+        nic: NIC with its ports.
     """
     names = list(dict.fromkeys(port.name for port in nic.ports))
     return _in_series(names) or "+".join(names) or nic.bus or nic.key
 
 
 def _in_series(names: list[str]) -> str:
-    """`mlx5_0-3` for four names that count up, nothing for others, or for fewer than three."""
+    """Returns `mlx5_0-3` for three or more names that count up; an empty text for others."""
     found = [re.fullmatch(r"(.*?)(\d{1,4})", name) for name in names]
     if len(names) < 3 or any(match is None for match in found):
         return ""
@@ -104,10 +104,10 @@ def _in_series(names: list[str]) -> str:
 
 
 def vendor_name(vendor: int | None) -> str:
-    """Returns a vendor's name, its number, or nothing.
+    """Returns a vendor's name, or `vendor` and its hexadecimal id if it is not in the table.
 
     Args:
-        vendor: PCI vendor id.
+        vendor: PCI vendor id; None gives an empty text.
     """
     return "" if vendor is None else VENDOR_NAMES.get(vendor, f"vendor {vendor:04x}")
 
@@ -124,10 +124,10 @@ def model_name(device: Gpu | Nic) -> str:
 
 
 def cpu_name(cpu: Cpu) -> str:
-    """Returns `NUMA 0`, or what is known instead.
+    """Returns the name of a NUMA node, `NUMA 0`; `NUMA unknown` and its root complex if it has no number.
 
     Args:
-        cpu: The NUMA node.
+        cpu: NUMA node.
     """
     if cpu.numa is not None:
         return f"NUMA {cpu.numa}"
@@ -147,7 +147,7 @@ def switch_name(switch: PciSwitch) -> str:
 
 
 class Labels:
-    """Names that depend on the machine as a whole."""
+    """Provides names and link sums that depend on the machine as a whole."""
 
     def __init__(self, machine: Machine) -> None:
         """Prepares the names.
@@ -171,7 +171,7 @@ class Labels:
 
     @cached_property
     def bundles(self) -> Mapping[str, list[DeviceLink]]:
-        """GPU -> its NVLink and xGMI bundles."""
+        """Returns key of a GPU -> its NVLink and xGMI bundles."""
         bundles: dict[str, list[DeviceLink]] = {gpu.key: [] for gpu in self.machine.gpus}
         for link in self.machine.links:
             if link.kind in ("nvlink", "xgmi"):
@@ -189,7 +189,7 @@ class Labels:
         return sum(link.count for link in self.bundles[gpu.key])
 
     def link_notes(self) -> list[str]:
-        """Returns a sentence for GPUs with no NVLink, or fewer than most: all of a collective waits for them."""
+        """Returns sentences on GPUs with fewer NVLinks than most, or with none: a collective waits for the slowest."""
         counts = {gpu: self.link_count(gpu) for gpu in self.machine.gpus}
         usual, having = max(Counter(counts.values()).items(), key=lambda item: (item[1], item[0]), default=(0, 0))
         amd = any(link.kind == "xgmi" for link in self.machine.links)
@@ -259,10 +259,10 @@ def _numbered(machine: Machine) -> list[Gpu]:
 
 
 def nic_summary(nic: Nic) -> str:
-    """Returns one line about a card; what is unknown is left out.
+    """Returns one line about a NIC: bus id, model, rate, link layer, driver, bond; unknown parts are left out.
 
     Args:
-        nic: The card.
+        nic: NIC with its ports.
     """
     layer = next((port.link_layer for port in nic.ports if port.link_layer), "")
     usable = nic_bytes_per_second(nic)

@@ -26,16 +26,16 @@ _TUNING = "NCCL v2.28 src/graph/tuning.cc, ring, Simple"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelEstimate:
-    """What one level of the hierarchy can do."""
+    """Holds the estimated bandwidth and latency of one level of the hierarchy."""
 
     name: str
     """`intra_node` or `inter_node`."""
     bytes_per_second: float | None
-    """One direction; per GPU (or process) inside the node, per node between nodes. None is unknown."""
+    """Bandwidth in one direction; per GPU (or process) inside the node, per node between nodes. None is unknown."""
     alpha_seconds: float
-    """Seconds per message."""
+    """Fixed cost of a message in seconds."""
     source: str
-    """Where both numbers come from, for the report of a plan."""
+    """Origin of both numbers in words, for the report of a plan."""
 
 
 HOST_BYTES_PER_SECOND = 12e9
@@ -44,11 +44,12 @@ model. Source: NCCL src/graph/topo.h, PCI_BW."""
 
 
 def levels_of(machine: Machine, *, host_memory_bytes_per_second: float | None = None) -> tuple[LevelEstimate, ...]:
-    """Returns the levels of a machine, fastest first: inside the node, and between nodes.
+    """Estimates the two levels of a cluster of such machines, innermost first: inside the node, and between nodes.
 
     Args:
         machine: One of the nodes.
-        host_memory_bytes_per_second: Rate of a copy in host memory, for machines without GPUs; None leaves it unknown.
+        host_memory_bytes_per_second: Rate of a copy in host memory, used only for machines without GPUs; None leaves
+            their inner level unknown.
     """
     if not machine.gpus:
         rate = host_memory_bytes_per_second
@@ -62,7 +63,7 @@ def levels_of(machine: Machine, *, host_memory_bytes_per_second: float | None = 
 
 
 def _intra_node(machine: Machine) -> LevelEstimate:
-    """Returns what the GPUs of a machine have between them: NVLink where it joins all of them, else PCIe.
+    """Estimates the link between the GPUs of a machine: NVLink if it joins all of them, else PCIe; unknown for slices.
 
     Source: MIG user guide, Deployment considerations (slices reach each other neither over NVLink nor as peers).
     """
@@ -100,7 +101,7 @@ def _intra_node(machine: Machine) -> LevelEstimate:
 
 
 def _inter_node(machine: Machine) -> LevelEstimate:
-    """Returns what the cards that the GPUs drive send together; without GPUs, the fastest card."""
+    """Estimates the link between nodes: all NICs that the GPUs drive together; without GPUs, the fastest NIC."""
     cards = [nic for nic in nics_of_gpus(machine).values() if nic is not None] if machine.gpus else list(machine.nics)
     rates = {nic.key: nic_bytes_per_second(nic) for nic in cards}
     known = [rate for rate in rates.values() if rate is not None]
@@ -120,6 +121,6 @@ def _inter_node(machine: Machine) -> LevelEstimate:
 
 
 def _least(rates: list[float | None]) -> float | None:
-    """Returns the smallest rate, or None where one of them is unknown."""
+    """Returns the smallest rate, or None if one of them is unknown or there is none."""
     known = [rate for rate in rates if rate is not None]
     return min(known) if known and len(known) == len(rates) else None

@@ -34,12 +34,12 @@ Source: NCCL user guide, src/**/*.cc (NCCL_PARAM); ProcessGroupNCCL.hpp of torch
 
 @dataclass(frozen=True, slots=True)
 class RenamedVariable:
-    """A name that no release reads any longer.
+    """Describes a variable's name that no release reads any longer.
 
     Attributes:
-        new: What to set instead; empty where nothing does the same.
-        since: The first release that ignores the old name; empty where none ever read it.
-        source: Where that is written.
+        new: Name to set instead; empty if nothing has the same effect.
+        since: First release that ignores the old name; empty if none ever read it.
+        source: Public page that says so.
     """
 
     new: str
@@ -48,7 +48,7 @@ class RenamedVariable:
 
     @property
     def words(self) -> str:
-        """What is wrong with the name, to go on after it: `is not read from NCCL 2.4 on; set NCCL_ALGO instead`."""
+        """Returns a clause to follow the old name: `is not read from NCCL 2.5 on; set NCCL_ALGO instead`."""
         unread = f"is not read from {self.since} on" if self.since else "is read by no release"
         return f"{unread}; {f'set {self.new} instead' if self.new else 'unset it'}"
 
@@ -72,22 +72,22 @@ RENAMED = {old: RenamedVariable(*rest) for old, *rest in _RENAMED}
 
 @dataclass(frozen=True, slots=True)
 class HarmfulVariable:
-    """A variable that slows a job down, left over from a hunt for a bug or copied from another cluster.
+    """Describes a variable that slows a job down, left over from a hunt for a bug or copied from another cluster.
 
-    The costs are estimates, because what would be without the variable is not measured.
+    The costs are estimates, because a run without the variable is not measured.
 
     Attributes:
-        name: Of the variable.
-        hurts: Whether a value does.
-        why: What it does to a job.
-        source: Where that is written.
-        exchange_share: Its cost as a share of a healthy exchange between nodes.
-        step_share: Its cost as a share of the step.
-        gpus: Whether it acts on GPUs alone.
-        confidence: Probability that it hurts if it is set, 0 to 1.
-        fix: What to type; unset it where empty.
-        cures: Where the variable is the cure for something worse, with the source; empty where it never is. Such a
-            variable is to be tried, not taken away: without it a job may hang.
+        name: Name of the variable.
+        hurts: Function of the variable's value that returns whether this value is harmful.
+        why: Effect on a job, as a clause.
+        source: Public page that describes the effect.
+        exchange_share: Cost as a fraction of a healthy exchange between nodes.
+        step_share: Cost as a fraction of the training step.
+        gpus: True if it affects only jobs on GPUs.
+        confidence: Probability from 0 to 1 that a harmful value really costs time.
+        fix: Command that repairs it; empty means to unset the variable.
+        cures: Situation in which the variable prevents something worse, with the source; empty if there is none. Such a
+            variable is to be removed in a short trial run first: without it a job may hang.
     """
 
     name: str
@@ -103,7 +103,7 @@ class HarmfulVariable:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """The lines of the fix."""
+        """Returns the lines of the fix: a command, or a trial run without a variable that may be needed."""
         if self.fix:
             return (self.fix,)
         if self.cures:
@@ -114,7 +114,7 @@ class HarmfulVariable:
 
     @property
     def caution(self) -> tuple[str, ...]:
-        """The line of the evidence that says where the variable is wanted."""
+        """Returns a line of evidence that says when the variable is needed; no line if it never is."""
         return (f"{WANTED_HERE}{self.cures}",) if self.cures else ()
 
 
@@ -209,7 +209,12 @@ UCX_TLS                       |=tcp =tcp,self|.5||.6|all|ucx      |      |UCX us
 
 
 def _is_harmful(words: str) -> Callable[[str], bool]:
-    """Returns the test of a column `hurts`: `on`, `any`, `<4`, or values each behind `=`."""
+    """Builds the test for a variable's value from a cell of the column `hurts`.
+
+    Args:
+        words: `on` (any value but an empty or negative one), `any` (any but an empty one), `<4` (a smaller number), or
+            values in lower case, each after `=`.
+    """
     if words == "on":
         return lambda value: value.strip().lower() not in ("", "0", "n", "no", "false", "off")
     if words == "any":
@@ -221,7 +226,7 @@ def _is_harmful(words: str) -> Callable[[str], bool]:
 
 
 def _harmful() -> tuple[HarmfulVariable, ...]:
-    """Returns the rows of the table."""
+    """Returns the rows of `_HARMFUL` as objects."""
     rows = [[cell.strip() for cell in line.split("|")] for line in _HARMFUL.strip().splitlines()[1:]]
     return tuple(
         HarmfulVariable(

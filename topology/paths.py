@@ -19,7 +19,7 @@ from gradwire.topology.pci_ids import broadcom_generation
 
 
 class PathType(Enum):
-    """Distances from near to far. Their numbers differ between NCCL versions, so only names are ever shown."""
+    """Lists NCCL's distances from near to far. Their numbers differ between releases, so only names are shown."""
 
     LOC = "the device itself"
     NVL = "NVLink or xGMI, directly or through a switch"
@@ -53,10 +53,10 @@ _PRINTED = {"NODE": PathType.PHB, "PSB": PathType.PIX, "XGMI": PathType.NVL}
 
 
 def path_of_printed(name: str) -> PathType | None:
-    """Returns the type that a cell of a printed matrix stands for, or None where it is unknown.
+    """Returns the path type that a cell of a printed matrix stands for, or None if it is unknown.
 
     Args:
-        name: `PIX`, `NODE`, `NV12`, `?`.
+        name: Text of the cell: `PIX`, `NODE`, `NV12`, `?`.
     """
     if name in PathType.__members__:
         return PathType[name]
@@ -64,13 +64,13 @@ def path_of_printed(name: str) -> PathType | None:
 
 
 def local_cards(paths: Mapping[str, PathType | None], rates: Mapping[str, float | None]) -> frozenset[str]:
-    """Returns the cards that NCCL calls local to a GPU: of those on its own CPU the fastest, of these the nearest.
+    """Returns the NICs that NCCL calls local to a GPU: of those on its own CPU the fastest, of these the nearest.
 
-    A card whose rate is unknown may be one of the fastest.
+    A NIC whose rate is unknown counts as one of the fastest.
 
     Args:
-        paths: Card -> its path from the GPU through the PCI tree.
-        rates: Card -> what it can send, in any unit.
+        paths: NIC -> its path from the GPU through the PCI tree; None if unknown.
+        rates: NIC -> its rate, in any unit; None if unknown.
 
     Source: NCCL v2.30 src/graph/topo.cc (ncclTopoGetLocal: bandwidth first, then path type).
     """
@@ -83,18 +83,18 @@ def local_cards(paths: Mapping[str, PathType | None], rates: Mapping[str, float 
 
 
 def _generation(switch: PciSwitch, level: int) -> int:
-    """Returns `broadcom_generation` of a switch."""
+    """Returns `broadcom_generation` of a switch: 4 or 5 for a half of a stacked Broadcom switch, else 0."""
     return broadcom_generation(switch.vendor, switch.device, switch.subsystem_vendor, switch.subsystem_device, level)
 
 
 class Distances:
-    """The paths between the devices of one machine; each look-up costs constant time after a linear preparation."""
+    """Finds the paths between the devices of one machine; a look-up takes constant time after a linear preparation."""
 
     def __init__(self, machine: Machine) -> None:
         """Indexes the machine.
 
         Args:
-            machine: What to measure.
+            machine: Machine whose devices are looked up.
 
         Raises:
             TopologyError: The parents form a cycle, or there are more devices than a machine can have.
@@ -120,7 +120,7 @@ class Distances:
         return fused
 
     def _place(self, parent: str | None) -> str | None:
-        """Returns the switch or CPU a device hangs off once stacked switches are one."""
+        """Returns the key of the switch or CPU above a device, with the two halves of a stacked switch as one."""
         return self._fused.get(parent or "", parent)
 
     def _top(self, key: str) -> tuple[str, str | None]:
@@ -146,7 +146,7 @@ class Distances:
         return self._tops[device.parent][1] if device.parent in self._tops else device.parent
 
     def _tree_path(self, a: Gpu | Nic, b: Gpu | Nic) -> PathType | None:
-        """Returns the type of the path through the PCI tree."""
+        """Returns the type of the path through the PCI tree, or None if the tree is not known well enough."""
         if a.parent is None or b.parent is None:
             return None
         above_a, above_b = self._place(a.parent), self._place(b.parent)
@@ -169,13 +169,13 @@ class Distances:
         return top.bridges_known
 
     def _path(self, a: Gpu | Nic, b: Gpu | Nic) -> PathType | None:
-        """Returns what the source states, else the path through the PCI tree."""
+        """Returns the path type that the source states, else that of the path through the PCI tree; None if unknown."""
         pair = frozenset((a.key, b.key))
         return self._given[pair] if pair in self._given else self._tree_path(a, b)
 
     @cached_property
     def _peers(self) -> dict[str, frozenset[str]]:
-        """GPU -> the GPUs it reaches over NVLink or xGMI, directly or through a switch."""
+        """Returns GPU -> the GPUs it reaches over NVLink or xGMI, directly or through a switch."""
         direct: dict[str, set[str]] = defaultdict(set)
         gpus = {gpu.key for gpu in self.machine.gpus}
         switched = set()
@@ -192,7 +192,7 @@ class Distances:
 
     @cached_property
     def _over_c2c(self) -> dict[str, frozenset[str]]:
-        """GPU with a chip-to-chip link -> its local cards, the only ones that NCCL reaches over that link."""
+        """Returns GPU with a chip-to-chip link -> its local NICs, the only ones that NCCL reaches over that link."""
         coherent = {link.a for link in self.machine.links if link.kind == "c2c"}
         rates = {nic.key: nic_bytes_per_second(nic) for nic in self.machine.nics} if coherent else {}
         gpus = (gpu for gpu in self.machine.gpus if gpu.key in coherent)
@@ -241,6 +241,9 @@ class Distances:
 
         Args:
             gpu: A GPU of the machine.
+
+        Returns:
+            (path type, NICs); (None, ()) if no path to a NIC is known.
         """
         paths = [(self.gpu_nic(gpu, nic), nic) for nic in self.machine.nics]
         order: Sequence[PathType] = tuple(PathType)
@@ -251,11 +254,13 @@ class Distances:
         return best, tuple(nic for path, nic in paths if path is best)
 
     def qualifies_for_gdr(self, gpu: Gpu, nic: Nic) -> bool:
-        """Returns whether NCCL would use GPUDirect RDMA for a pair, as far as the machine's description says.
+        """Returns whether NCCL would use GPUDirect RDMA by default for a pair, as far as the description says.
+
+        It would not if the path is too far or unknown, or if the GPU or all ports of the NIC are known to lack it.
 
         Args:
             gpu: A GPU of the machine.
-            nic: A NIC of the machine; a NIC all of whose ports say that they cannot is ruled out.
+            nic: A NIC of the machine.
         """
         able = not nic.ports or any(port.gdr is not False for port in nic.ports)
         return self.gpu_nic(gpu, nic) in GDR_BY_DEFAULT and gpu.gdr is not False and able

@@ -31,10 +31,10 @@ _BUS_ID = re.compile(r"(?:([0-9a-fA-F]{1,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})
 
 
 def normal_bus_id(text: str) -> str | None:
-    """Returns a bus id as sysfs writes it (`0000:04:00.0`), or None where `text` is none.
+    """Returns a bus id as sysfs writes it (`0000:04:00.0`), or None if the text is no bus id.
 
     Args:
-        text: With or without a domain, which NVML pads to eight digits; any case.
+        text: Bus id in any case, with or without a domain, which NVML pads to eight digits.
     """
     match = _BUS_ID.fullmatch(text.strip())
     if match is None:
@@ -44,7 +44,7 @@ def normal_bus_id(text: str) -> str | None:
 
 
 def role_of_class(class_code: int) -> PciRole:
-    """Returns what a collective library takes a function of this class for.
+    """Returns the role that a collective library assigns to a PCI function by its class: `gpu`, `nic`, `switch`, ...
 
     Args:
         class_code: 24 bits: base class, sub-class, programming interface.
@@ -62,11 +62,11 @@ def role_of_class(class_code: int) -> PciRole:
 
 
 def role_of_function(class_code: int, vendor: int | None) -> PciRole:
-    """Returns what a function found on a bus is: on a real bus a VGA adapter need not be a GPU one can train on.
+    """Returns the role of a function found on a real bus, where a VGA adapter need not be a GPU one can train on.
 
     Args:
-        class_code: 24 bits.
-        vendor: PCI vendor id, where known.
+        class_code: 24 bits: base class, sub-class, programming interface.
+        vendor: PCI vendor id; None if unknown, and the function is then neither `gpu` nor `nvswitch`.
     """
     role = role_of_class(class_code)
     if role == "gpu" and vendor not in (NVIDIA, AMD_GPU):
@@ -82,10 +82,10 @@ def broadcom_generation(
     """Returns 4 or 5 for a Broadcom PEX switch of that PCIe generation that shows itself as two stacked ones, else 0.
 
     Args:
-        vendor: Of the switch's upstream port, as the following three.
-        device: PCI device id.
-        subsystem_vendor: PCI subsystem vendor id.
-        subsystem_device: PCI subsystem id.
+        vendor: PCI vendor id of the switch's upstream port.
+        device: PCI device id of that port.
+        subsystem_vendor: PCI subsystem vendor id of that port.
+        subsystem_device: PCI subsystem id of that port.
         level: 0 for the upper one of the stack, 1 for a lower one (Gen5 tells them apart in its subsystem id).
 
     Source: NCCL src/graph/topo.cc (getBcmGen).

@@ -190,7 +190,13 @@ def cpu_only() -> Machine:
 
 
 def _sxm(machine: Machine, gpus: list[Gpu], bundles: tuple[int, ...]) -> Machine:
-    """Returns the machine with GPUs that are joined by one NVSwitch per entry of `bundles` (links to that switch)."""
+    """Adds GPUs and NVSwitches to a machine, and names it after the GPUs' generation.
+
+    Args:
+        machine: Machine without GPUs.
+        gpus: GPUs to add, each joined to every NVSwitch.
+        bundles: Number of NVLinks from each GPU to each NVSwitch, one entry for each switch.
+    """
     nvswitches = tuple(NvSwitch(key=f"0000:{0xF0 + i:02x}:00.0") for i in range(len(bundles)))
     links = tuple(
         DeviceLink(

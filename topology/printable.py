@@ -8,22 +8,22 @@ stand for the bytes of a name that are no UTF-8. Source: Unicode 15, section 23.
 
 
 def printable(text: str) -> str:
-    r"""Returns a text in which each such character is written as Python would: `\x1b`.
+    r"""Escapes control characters and others that could disturb a terminal, as Python writes them: `\x1b`.
 
     Args:
-        text: Any, of one line or more.
+        text: Text of one line or more; line feeds and tabs are kept.
     """
     return _NOT_PRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def shortened(text: str, most: int = 240) -> str:
-    """Returns a quotation that is cut at a blank and marked with `...` where it is too long.
+    """Cuts a long text at a blank and appends ` ...`; shorter texts are returned as they are.
 
     A cut inside a number would show another number.
 
     Args:
-        text: What is quoted.
-        most: Characters that are kept.
+        text: Text to quote.
+        most: Maximum number of characters that are kept.
     """
     if len(text) <= most:
         return text

@@ -43,7 +43,7 @@ def nbytes(count: float) -> str:
     """Returns a size in powers of ten: `64 MB`, `1.5 GB`.
 
     Args:
-        count: Bytes.
+        count: Number of bytes.
     """
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= 0.9995 * size:
@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
     """Returns a time in the unit that suits it: `1.3 s`, `45 ms`, `20 us`.
 
     Args:
-        seconds: The time.
+        seconds: Time in seconds; zero and less give `0 s`.
     """
     if seconds >= 999.5:
         return f"{seconds:.0f} s"
@@ -69,17 +69,17 @@ def ms(seconds: float) -> str:
     """Returns a time as a number of milliseconds, for columns and sentences that name the unit: `46.4`, `2031`.
 
     Args:
-        seconds: The time.
+        seconds: Time in seconds.
     """
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def listed(names: Iterable[object]) -> str:
-    """Returns names as a sentence has them: `a, b and c`; of more than six the first five and how many others.
+    """Joins names for a sentence: `a, b and c`; of more than six the first five and the number of the others.
 
     Args:
-        names: In the order in which they are to stand.
+        names: Names, or objects with a text form, in the order of the sentence; none give an empty text.
     """
     words = [str(name) for name in names]
     if len(words) > MOST_LISTED:
@@ -88,10 +88,10 @@ def listed(names: Iterable[object]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Returns `rank 3`, `ranks 0, 1, 2`, or the first eight and how many others.
+    """Joins rank numbers for a sentence: `rank 3`, `ranks 0, 1, 2`; of more than eight the first and `and 4 more`.
 
     Args:
-        ranks: In the order in which they are to stand.
+        ranks: Rank numbers in the order of the sentence.
     """
     shown = ", ".join(map(str, ranks[:MOST_RANKS]))
     more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
@@ -99,10 +99,10 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def verb(names: Sequence[object], word: str) -> str:
-    """Returns a verb for its subject: `runs` after one name, `run` after several.
+    """Inflects a verb for its subject: `runs` after one name, `run` after several.
 
     Args:
-        names: The subject.
-        word: The verb as it is after several.
+        names: Names that are the subject.
+        word: Plural form of the verb, without `s`.
     """
     return word + "s" if len(names) == 1 else word

@@ -83,6 +83,7 @@ def name_matches(value: str, name: str) -> bool:
     Args:
         value: Value of the variable: names or prefixes, after `^` those to leave out, after `=` whole names.
         name: Name of the device or interface.
+
     Source: NCCL user guide, NCCL_IB_HCA and NCCL_SOCKET_IFNAME; src/misc/utils.cc (parseStringList, matchIfList).
     """
     exclude, rest = value.startswith("^"), value.lstrip("^")

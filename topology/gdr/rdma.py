@@ -193,6 +193,7 @@ def pcie_gigabits(gigatransfers: float, width: int) -> float:
     Args:
         gigatransfers: Rate of one lane in GT/s.
         width: Number of lanes.
+
     Source: PCI Express Base 5.0 section 4.2: 8b/10b up to 5 GT/s, 128b/130b from 8 GT/s on.
     """
     return gigatransfers * width * (0.8 if gigatransfers <= 5 else 128 / 130)

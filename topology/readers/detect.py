@@ -19,11 +19,13 @@ LIVE = Path("/")
 
 
 def detect_machine(root: Path = LIVE, *, library: ModuleType | SimpleNamespace | None = None) -> Machine:
-    """Returns the machine; what no source could tell is None, and `notes` says which source was missing.
+    """Reads the topology of this host, or of a captured tree, from sysfs, NVML and the cloud provider's file.
+
+    Facts that no source has are None, and `notes` names the missing source.
 
     Args:
-        root: `/` for this host; a captured tree is read without asking this host's driver.
-        library: Stands in for nvidia-ml-py; given one, a captured tree asks it too.
+        root: `/` for this host, or the root of a captured tree, for which NVML is not asked.
+        library: Module to use in place of nvidia-ml-py; if set, it is asked for a captured tree, too.
 
     Raises:
         TopologyError: The root has no `sys` folder.
@@ -36,12 +38,12 @@ def detect_machine(root: Path = LIVE, *, library: ModuleType | SimpleNamespace |
 
 
 def _has_driver(machine: Machine, root: Path) -> bool:
-    """Returns whether there may be an NVIDIA driver: on a host without one NVML need not be loaded to say so."""
+    """Returns whether there may be an NVIDIA driver, so that loading NVML is worthwhile."""
     return any(gpu.vendor == NVIDIA for gpu in machine.gpus) or any((root / name).exists() for name in DRIVER_FILES)
 
 
 def _with_file(machine: Machine, provided: Path) -> Machine:
-    """Returns the machine with what the provider's file adds, or with a note why it was left out."""
+    """Returns the machine merged with the provider's topology file, or with a note why the file was left out."""
     from gradwire.topology.readers.files import read_text  # here, because few hosts have such a file
     from gradwire.topology.readers.merge import merge
     from gradwire.topology.readers.nccl_xml import read as read_nccl_xml
@@ -53,7 +55,10 @@ def _with_file(machine: Machine, provided: Path) -> Machine:
 
 
 def _with_nvml(machine: Machine, library: ModuleType | SimpleNamespace | None) -> Machine:
-    """Returns the machine with what the driver knows, or with a note where it should have known something."""
+    """Returns the machine merged with NVML's GPUs and links.
+
+    If NVML does not answer, the machine gets a note if it has an NVIDIA GPU, and is unchanged otherwise.
+    """
     from gradwire.topology.paths import Distances
     from gradwire.topology.readers import nvml  # here, because hosts without a GPU need neither
     from gradwire.topology.readers.merge import merge

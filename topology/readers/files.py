@@ -23,7 +23,7 @@ def read_text(path: Path, most_nbytes: int = MAX_NBYTES) -> str:
 
     Args:
         path: A regular file.
-        most_nbytes: The largest that is read.
+        most_nbytes: Maximum size in bytes.
 
     Raises:
         TopologyError: The file cannot be read, is too large, or is not text.
@@ -41,7 +41,7 @@ def read_text(path: Path, most_nbytes: int = MAX_NBYTES) -> str:
 
 
 def decode(content: bytes) -> str:
-    """Returns text without terminal escapes.
+    """Decodes a file's content to text without terminal escapes.
 
     Args:
         content: UTF-8, UTF-16 with a byte order mark, or something close to UTF-8.
@@ -69,10 +69,10 @@ _DECLARATION = re.compile(r"<\?xml\b[^>]{0,200}\?>")
 
 
 def machine_of(text: str) -> Machine:
-    """Returns the machine that a text of any accepted kind describes, whatever stands before and after it.
+    """Returns the machine that a text of any accepted kind describes, ignoring other text before and after it.
 
     Args:
-        text: NCCL topology XML, hwloc XML, `nvidia-smi topo -m`, `lspci -vvv`, or this project's JSON.
+        text: NCCL topology XML, hwloc XML, the output of `nvidia-smi topo -m` or `lspci -vvv`, or this project's JSON.
 
     Raises:
         TopologyError: The text is of no known kind, or broken.

@@ -40,7 +40,7 @@ def card_of(bus: str) -> str:
 
 
 def _may_be_a_gpu(function: PciFunction) -> bool:
-    """Returns whether only its vendor would tell a GPU or NVSwitch from a screen adapter or another bridge."""
+    """Returns whether a function may be a GPU or NVSwitch, but only its unknown vendor could tell."""
     named = function.name is not None and not re.match(r"Device\b|$", function.name)
     unknown = function.vendor is None and not named  # a maker that is named and has no number here makes no GPUs
     return unknown and role_of_class(function.class_code or 0) in ("gpu", "nvswitch")
@@ -49,11 +49,14 @@ def _may_be_a_gpu(function: PciFunction) -> bool:
 def link_between(function: PciFunction, bridge: PciFunction | None) -> PcieLink | None:
     """Returns the link to the bridge above: the slower of the two ends' highest rates, and the lanes in use.
 
-    The rate of the moment is not what the link is worth: an idle GPU lowers it. It is kept beside where it is lower.
+    The current rate is kept beside it if it is lower: an idle GPU lowers it, so it says little about the link.
 
     Args:
-        function: The function.
-        bridge: The bridge above, where known.
+        function: PCI function at the lower end.
+        bridge: PCI bridge at the upper end; None if unknown.
+
+    Returns:
+        None if neither rate nor width is known.
 
     Source: NCCL v2.30 src/graph/xml.cc takes the same minimum.
     """
@@ -70,15 +73,15 @@ def link_between(function: PciFunction, bridge: PciFunction | None) -> PcieLink 
 
 
 class Forest:
-    """The functions of one machine, and for each the switches and the CPU above it."""
+    """Builds a machine from its PCI functions, and finds for each the switches and the CPU above it."""
 
     def __init__(self, functions: Iterable[PciFunction], cpus: Sequence[Cpu], link_of: LinkOf) -> None:
         """Stores the functions.
 
         Args:
             functions: All functions, bridges included, each bus id once.
-            cpus: The NUMA nodes, where they are known already; others are added as functions name them.
-            link_of: What the source knows about the link of a function.
+            cpus: NUMA nodes that are known already; others are added as functions name them.
+            link_of: Function of (function, bridge above it) that returns their link, or None if it is unknown.
         """
         self._functions = {function.bus_id: function for function in functions}
         self._link_of = link_of
@@ -106,7 +109,7 @@ class Forest:
         return None if root is None else self._unknown.setdefault(root, Cpu(key=f"numa?@{root}")).key
 
     def _parents(self, role: PciRole) -> dict[str, list[PciFunction]]:
-        """Returns every function of a role with the switches above it, nearest first."""
+        """Returns bus id of every function with a role -> the switches above it, nearest first."""
         return {
             bus: self._above(function)[1::2]
             for bus, function in self._functions.items()
@@ -120,7 +123,10 @@ class Forest:
 
         Args:
             ports: Bus id of a function -> the network ports found on it.
-            parts: The same of its scalable functions.
+            parts: Bus id of a function -> the network ports found on its scalable functions.
+
+        Raises:
+            TopologyError: The bridges form a cycle.
         """
         gpus, cards = self._parents("gpu"), self._parents("nic")
         doubtful = sorted(bus for bus, function in self._functions.items() if _may_be_a_gpu(function))
@@ -137,7 +143,7 @@ class Forest:
         return replace(machine, cpus=(*known, *(self._unknown[root] for root in sorted(self._unknown))))
 
     def _parent(self, function: PciFunction, steps: Sequence[PciFunction]) -> str | None:
-        """Returns the key of the switch above, or of the CPU where there is none."""
+        """Returns the key of the switch above, or of the CPU if there is no switch; None if neither is known."""
         return steps[0].bus_id if steps else self._cpu(function, self._above(function))
 
     def _switch(self, function: PciFunction) -> PciSwitch:
@@ -149,7 +155,14 @@ class Forest:
         return self._device(kind, function, steps, bus=bus, name=function.name, class_code=function.class_code)
 
     def _device(self, kind: type[Device], function: PciFunction, steps: Sequence[PciFunction], **more: Any) -> Device:
-        """Returns what every device says in its own function, and where it hangs below switches."""
+        """Builds a device of any kind from its PCI function.
+
+        Args:
+            kind: Class of the device.
+            function: PCI function of the device.
+            steps: Switches above it, nearest first.
+            more: Further fields of that class.
+        """
         parent = self._parent(function, steps)
         return kind(
             key=function.bus_id,
@@ -164,7 +177,7 @@ class Forest:
         )
 
     def _link(self, function: PciFunction) -> PcieLink | None:
-        """Returns a function's link, marked virtual where the bridge it hangs off is."""
+        """Returns a function's link, marked virtual if one of its ends is emulated; None if it is unknown."""
         bridge = next(iter(self._above(function)), None)
         link = self._link_of(function, bridge)
         if link is None:
@@ -180,10 +193,15 @@ class Forest:
     ) -> tuple[Nic, ...]:
         """Returns one NIC per card: its physical functions and their ports, its virtual functions counted.
 
-        Where the physical functions show no port, those of the virtual or scalable ones are the card's: a pod is given
+        If the physical functions show no port, those of the virtual or scalable ones are the card's: a pod may have
         one of these alone, and NCCL counts it as the card (v2.30 src/transport/net_ib, NCCL_IB_MERGE_VFS).
 
-        The card goes by function 0 unless that is something else than a NIC.
+        The key is the bus id of function 0, unless that function is not a NIC.
+
+        Args:
+            cards: Bus id of every network function -> the switches above it.
+            ports: Bus id of a function -> its network ports.
+            parts: Bus id of a function -> the ports of its scalable functions.
         """
         owners = {bus: self._functions[bus].physical_function for bus in cards}
         virtual = Counter(card_of(owner) for owner in owners.values() if owner is not None and owner in cards)

@@ -38,10 +38,10 @@ _NETWORK_BIT, _OPENFABRICS_BIT = 1 << 4, 1 << 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where an object stands."""
+    """Describes the place of an object in the file: its NUMA node, package and the bridges above."""
 
     numa: int | None = None
-    """The only NUMA node near it; None where there are several."""
+    """The only NUMA node near it; None if there are several or none."""
     package: int | None = None
     bridges: tuple[str, ...] = ()
     """Bus ids of the PCI bridges above, nearest first."""
@@ -50,27 +50,27 @@ class _Place:
 
 @dataclass(slots=True)
 class _Reading:
-    """What has been read so far."""
+    """Collects what has been read so far."""
 
     from_3: bool
-    """The file is of hwloc 3 or later."""
+    """True if hwloc 3 or later wrote the file."""
     cpus: dict[int, Cpu] = field(default_factory=dict)
     functions: dict[str, PciFunction] = field(default_factory=dict)
     ports: dict[str, list[Port]] = field(default_factory=dict)
     indices: dict[str, int] = field(default_factory=dict)
     """Bus id of a GPU -> the driver's number."""
     about: Cpu = field(default_factory=lambda: Cpu(key=""))
-    """What the packages say about their processors."""
+    """Vendor, family, model and architecture of the processors, without a key."""
 
 
 def read(text: str) -> Machine:
     """Returns the machine that a file of lstopo describes.
 
     Args:
-        text: The whole file, decoded.
+        text: Decoded text of the whole file.
 
     Raises:
-        TopologyError: The text is no hwloc XML; the message names the line.
+        TopologyError: The text is no hwloc XML, or has a PCI function twice; the message names the line.
     """
     root = read_xml(_DOCTYPE.sub("", text, count=1))
     if root.tag != "topology" or not any(child.text("type") for child in root.all("object")):
@@ -95,7 +95,7 @@ def read(text: str) -> Machine:
 
 
 def _no_link(function: PciFunction, bridge: PciFunction | None) -> PcieLink | None:
-    """The file has only what a link carries now, not its generation and width."""
+    """Returns None for every link: the file has only its current rate, not its generation and width."""
     del function, bridge
     return None
 
@@ -135,7 +135,7 @@ def _walk(element: Element, place: _Place, reading: _Reading) -> None:
 
 
 def _about_processor(element: Element, reading: _Reading) -> None:
-    """Keeps what a package says about its processor; a machine has one kind of them."""
+    """Stores a package's processor vendor, family and model in `reading`; a machine has one kind of processor."""
     infos = _infos(element)
     numbers = {name: int(infos[name]) for name in infos if re.fullmatch(r"[0-9]{1,9}", infos[name])}
     reading.about = replace(
@@ -174,7 +174,20 @@ def _bridge(element: Element, place: _Place, reading: _Reading) -> _Place:
 
 
 def _add_function(element: Element, place: _Place, reading: _Reading, usual_class: int | None) -> str | None:
-    """Adds one PCI function and returns its bus id."""
+    """Adds one PCI function to `reading`.
+
+    Args:
+        element: <object> of the function.
+        place: Its place in the file.
+        reading: Collection that the function is added to.
+        usual_class: Class and subclass to assume if the file has none; None assumes nothing.
+
+    Returns:
+        The bus id, or None if the element has none; nothing is added then.
+
+    Raises:
+        TopologyError: The file has the function twice.
+    """
     bus = normal_bus_id(element.text("pci_busid") or "")
     if bus is None:
         return None
@@ -203,7 +216,7 @@ def _add_function(element: Element, place: _Place, reading: _Reading, usual_clas
 
 
 def _add_device(element: Element, place: _Place, reading: _Reading) -> None:
-    """Adds an endpoint with the names that drivers give it."""
+    """Adds a PCI device with its network ports, and a GPU's number, from the names that drivers gave it."""
     bus = _add_function(element, place, reading, None)
     if bus is None:
         return
@@ -236,7 +249,7 @@ def _os_devices(element: Element, reading: _Reading) -> Iterator[tuple[OsDeviceK
 
 
 def _notes(root: Element, reading: _Reading) -> Sequence[str]:
-    """Returns what such a file cannot show, and what is not read from it."""
+    """Returns sentences on what such a file cannot show, and what is not read from it."""
     notes = ["hwloc knows no line rates of ports, and of PCIe links only the speed at the moment: unknown here."]
     bandwidths = any(child.text("name") == "NVLinkBandwidth" for child in root.children)
     notes.append(

@@ -101,13 +101,13 @@ OTHER_TOOLS = (
 
 
 def tool_of(text: str) -> tuple[str, str] | None:
-    """Names what printed a text that describes no topology.
+    """Recognizes the tool that printed a text which describes no topology.
 
     Args:
-        text: Of any kind.
+        text: Any text; only its first 65,536 characters are searched.
 
     Returns:
-        What it is, and what to do with it or give instead; None where nobody here knows it.
+        (name of the tool, what to do with the text or to pass instead); None if it is not recognized.
     """
     found = (
         (tool, do) for pattern, tool, do in OTHER_TOOLS if re.search(pattern, text[:HEAD_CHARACTERS], re.MULTILINE)
@@ -123,15 +123,15 @@ _LEAST_LINES = 2
 
 
 def unwrapped(text: str, is_known: Callable[[str], bool]) -> tuple[str, str]:
-    """Takes off what pasting or a parallel shell put around the lines of a text.
+    """Removes what pasting or a parallel shell put around the lines of a text: table borders, quotes, host names.
 
     Args:
-        text: That nobody recognises as it is.
-        is_known: Whether somebody recognises a text.
+        text: Text that no reader recognizes as it is.
+        is_known: Function of a text that returns whether a reader recognizes it.
 
     Returns:
-        The text without it, and a note where lines of others, other hosts perhaps, were left out; the text as it was
-        where nothing helps.
+        (text without the additions, a note if lines with other prefixes, perhaps of other hosts, were left out, else
+        an empty text); the unchanged text and no note if nothing helps.
     """
     for inner, note in _layers(text):
         if is_known(inner):
@@ -140,7 +140,7 @@ def unwrapped(text: str, is_known: Callable[[str], bool]) -> tuple[str, str]:
 
 
 def _layers(text: str) -> Iterator[tuple[str, str]]:
-    """Yields what a text may be, without what may be around it."""
+    """Yields candidates for `unwrapped`: (text without table borders or one common prefix, note)."""
     lines = text[: 1 << 20].splitlines()
     piped = [line for line in lines if line.strip().startswith("|")]
     if len(piped) >= _LEAST_LINES:

@@ -85,10 +85,12 @@ def looks_like_lspci(text: str) -> bool:
 
 
 def read_tree(lines: Iterable[str]) -> PciTree:
-    """Returns the PCI tree of a listing; of a function that is listed twice the last entry counts.
+    """Returns the PCI tree of a listing without ever raising; what the listing lacks is None.
+
+    Of a function that is listed twice the last entry counts.
 
     Args:
-        lines: What lspci printed, with or without line ends. Never raises; what is not there is None.
+        lines: Output of lspci, with or without line ends.
     """
     return _tree(list(_listed(lines)))[0]
 
@@ -97,7 +99,7 @@ def read(text: str) -> Machine:
     """Returns the machine that a listing describes.
 
     Args:
-        text: What `lspci -vvv`, `lspci -vvvnn` or `lspci -nn` printed.
+        text: Output of `lspci -vvv`, `lspci -vvvnn` or `lspci -nn`.
 
     Raises:
         TopologyError: There is no PCI function in the text, one is listed twice, or bridges form a cycle.
@@ -129,7 +131,7 @@ def read(text: str) -> Machine:
 
 @dataclass(slots=True)
 class _Listed:
-    """One function as it stands in the text."""
+    """Holds the text of one function in a listing."""
 
     line: int
     """Number of its first line, from 1."""
@@ -140,18 +142,18 @@ class _Listed:
     """Class and subclass in hexadecimal, with -nn."""
     description: str
     body: list[str] = field(default_factory=list)
-    """Its further lines."""
+    """Further lines of the function."""
     ended: bool = False
-    """A blank line came after it: what follows without indentation is something else."""
+    """True after a blank line: lines without indentation no longer belong to the function."""
 
     @property
     def text(self) -> str:
-        """The further lines in one piece."""
+        """Returns the further lines as one text."""
         return "\n".join(self.body)
 
     @property
     def is_root(self) -> bool:
-        """Whether it proves that its bus is one right below a host bridge."""
+        """Returns whether the function proves that its bus is directly below a host bridge."""
         host = self.kind.strip() == "Host bridge" or self.class_id == "0600"
         return host or self.bus_id[-7:-5] == "00" or _ROOT_PORT.search(self.text) is not None
 
@@ -212,7 +214,12 @@ def _tree(listed: list[_Listed]) -> tuple[PciTree, frozenset[str]]:
 
 
 def _chain(bus_id: str, above: dict[tuple[str, str], str]) -> tuple[str, ...] | None:
-    """Bridges above a function; None when the buses run in a circle."""
+    """Returns the bridges above a function, nearest first; None if the buses form a cycle.
+
+    Args:
+        bus_id: Bus id of the function.
+        above: (domain, bus number) -> bus id of the bridge above that bus.
+    """
     chain: list[str] = []
     domain, bus = bus_id[:-8], bus_id[-7:-5]
     while (bridge := above.get((domain, bus))) is not None:
@@ -224,7 +231,12 @@ def _chain(bus_id: str, above: dict[tuple[str, str], str]) -> tuple[str, ...] | 
 
 
 def _function(entry: _Listed, parents: tuple[str, ...] | None) -> PciFunction:
-    """Returns one function with everything that its lines say."""
+    """Parses one function from its lines.
+
+    Args:
+        entry: Text of the function.
+        parents: Bridges above it, nearest first; None if unknown.
+    """
     text, description = entry.text, entry.description
     unnamed = _UNNAMED.match(description)
     ids = _IDS.findall(description) or ([unnamed.groups()] if unnamed else [])
@@ -252,7 +264,7 @@ def _function(entry: _Listed, parents: tuple[str, ...] | None) -> PciFunction:
 
 
 def _device_by_name(description: str) -> int | None:
-    """Returns the device id that text without -nn still gives away: `Device 2330`, or a Broadcom switch's series."""
+    """Returns the device id if a text without -nn has it: `Device 2330`, or a Broadcom switch's series; else None."""
     unnamed = re.search(r"Device ([0-9a-f]{4})\b", description)
     if unnamed is not None:
         return int(unnamed[1], 16)
@@ -265,7 +277,10 @@ def _number(pattern: str, text: str) -> int | None:
 
 
 def _config(text: str) -> ConfigSpace:
-    """What -vvv decodes; without root lspci says `Capabilities: <access denied>`, without -v nothing."""
+    """Parses the configuration space as -vvv decodes it.
+
+    Without root lspci prints `Capabilities: <access denied>`, without -v nothing: the result is `header_only` then.
+    """
     if "Capabilities: [" not in text:
         return ConfigSpace(header_only=True)
     acs = re.search(r"ACSCtl:\s*(.{1,120})", text)
@@ -285,7 +300,7 @@ def _config(text: str) -> ConfigSpace:
 
 
 def _notes(verbose: bool, text: str, machine: Machine) -> list[str]:
-    """Returns what this listing cannot show."""
+    """Returns sentences on what this listing cannot show."""
     notes = ["lspci does not know network ports, their speed or NVLink."]
     devices: list[Gpu | Nic] = [*machine.gpus, *machine.nics]
     lost = sum(not device.bridges_known for device in (*devices, *machine.switches))

@@ -13,23 +13,23 @@ def filled(first: Device, second: Device) -> Device:
     """Returns `first` with its unknown fields (None or empty) taken from `second`.
 
     Args:
-        first: What is believed.
-        second: The same device as another source has it.
+        first: Device whose known fields take precedence.
+        second: The same device from another source.
     """
     gaps = {field.name for field in fields(first) if getattr(first, field.name) in (None, ())}
     return replace(first, **{name: getattr(second, name) for name in gaps})
 
 
 def merge(first: Machine, second: Machine, *, add: bool) -> Machine:
-    """Returns one machine.
+    """Merges two descriptions of one machine; fields that `first` does not know are taken from `second`.
 
-    A device's place in the tree is taken from `second` where only that one shows a switch above it: virtual machines
-    are flat, and their providers publish the real tree as a file.
+    A device moves to its place in `second` if only `second` has a switch above it: virtual machines are flat, and
+    their providers publish the real tree as a file. Devices of `second` that the result lacks are named in the notes.
 
     Args:
-        first: What is believed.
-        second: Another source on the same host.
-        add: Whether GPUs that only `second` knows exist. True for a driver, False for a file.
+        first: Description that takes precedence.
+        second: Description of the same host from another source.
+        add: True adds GPUs that only `second` has, as for a driver; False ignores them, as for a file.
     """
     switches = {switch.key: switch for switch in first.switches}
     adopted = _adopted(first, second, switches)
@@ -56,7 +56,7 @@ def merge(first: Machine, second: Machine, *, add: bool) -> Machine:
 
 
 def _united(first: Sequence[Device], second: Sequence[Device], *, add: bool) -> tuple[Device, ...]:
-    """Returns the devices of both, each filled from the other, in the order of the first."""
+    """Returns the devices of `first` with gaps filled from `second`, then, if `add`, those that only `second` has."""
     others: dict[str, Device] = {device.key: device for device in second}
     both: list[Device] = [filled(device, others.get(device.key, device)) for device in first]
     mine = {device.key for device in first}
@@ -72,7 +72,16 @@ def _devices(machine: Machine) -> list[Gpu | Nic]:
 def _adopted(
     first: Machine, second: Machine, known: Mapping[str, PciSwitch]
 ) -> tuple[list[PciSwitch], dict[str, str | None]]:
-    """Returns the second source's switches that are needed, and device -> place for devices that move below them."""
+    """Finds the devices that move below a switch that only `second` has.
+
+    Args:
+        first: Description that takes precedence.
+        second: Description with the other tree.
+        known: Switches of `first` by key.
+
+    Returns:
+        (switches of `second` to add, key of a moved device -> key of its new parent).
+    """
     theirs = {switch.key: switch for switch in second.switches}
     places = {device.key: device.parent for device in _devices(second)}
     moved = {

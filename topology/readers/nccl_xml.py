@@ -61,7 +61,7 @@ MAX_SPEED_NOTES = 8
 
 @dataclass(slots=True)
 class _Reading:
-    """What has been read so far."""
+    """Collects what has been read so far."""
 
     cpus: list[Cpu] = field(default_factory=list)
     switches: list[PciSwitch] = field(default_factory=list)
@@ -71,10 +71,18 @@ class _Reading:
     unclassified: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lines: dict[str, int] = field(default_factory=dict)
-    """Key of everything that has been named -> the line that named it."""
+    """Key of every device and CPU -> the line that has it."""
 
     def name(self, key: str, element: Element) -> str:
-        """Returns `key` after making sure that nothing else has it."""
+        """Registers a key and returns it.
+
+        Args:
+            key: Key of a device or CPU.
+            element: Element that has it, for its line.
+
+        Raises:
+            TopologyError: Another element has the same key.
+        """
         if key in self.lines:
             # Files of two hosts in one repeat their CPUs, which stand above everything else.
             why = (
@@ -93,10 +101,10 @@ def read(text: str) -> Machine:
     """Returns the machine that a topology file describes.
 
     Args:
-        text: The whole file, decoded.
+        text: Decoded text of the whole file.
 
     Raises:
-        TopologyError: The text is no topology XML; the message names the line.
+        TopologyError: The text is no topology XML, or has a malformed or repeated bus id; the message names the line.
     """
     root = read_xml(text)
     if root.tag != "system":
@@ -144,13 +152,13 @@ def _one_host(root: Element, reading: _Reading) -> list[Element]:
 
 
 def _shape(element: Element) -> tuple[object, ...]:
-    """Returns an element as something that can be compared, without what equal hosts differ in."""
+    """Returns an element and all below it as a tuple to compare, without the attributes in which equal hosts differ."""
     own = sorted((name, text) for name, text in element.attributes.items() if name not in _OF_ONE_HOST)
     return element.tag, tuple(own), tuple(_shape(child) for child in element.children)
 
 
 def _doubt_speeds(root: Element, reading: _Reading) -> None:
-    """Notes every text of `link_speed` that NCCL does not know, or that only begins like one."""
+    """Adds a note for each text of `link_speed` that NCCL does not know, or of which it reads only the beginning."""
     lines: dict[str, int] = {}
     waiting = [root]
     while waiting:
@@ -168,7 +176,7 @@ def _doubt_speeds(root: Element, reading: _Reading) -> None:
 
 
 def _doubts(reading: _Reading, defects: tuple[Defect, ...]) -> list[str]:
-    """Returns the sentences about what the file leaves open."""
+    """Returns sentences on links that were left out and on what the file does not say."""
     notes = [f"{defect.where}: the link was left out ({defect.kind.replace('_', ' ')})." for defect in defects]
     if reading.unclassified:
         count = len(reading.unclassified)
@@ -197,7 +205,7 @@ def _read_cpu(element: Element, reading: _Reading) -> None:
 
 
 def _read_child(element: Element, parent: str, reading: _Reading) -> None:
-    """Adds what may stand below a <cpu> or below a <pci> that is a switch."""
+    """Adds a child of a <cpu>, or of a <pci> that is a switch; one of an unknown kind gives a note."""
     if element.tag == "pci":
         _read_pci(element, parent, reading)
     elif element.tag == "nic":
@@ -256,7 +264,7 @@ def _add_gpus(gpus: Sequence[Element], pci: Element, bus: str, parent: str, read
 
 
 class _Ids(TypedDict):
-    """The four ids of a PCI function."""
+    """Holds the four ids of a PCI function."""
 
     vendor: int | None
     device: int | None
@@ -312,15 +320,22 @@ def _gpu(element: Element, bus: str, parent: str, gpu: Element | None) -> Gpu:
 
 
 def _flag(element: Element, name: str) -> bool | None:
-    """Returns an attribute that is 0 or 1."""
+    """Returns an attribute that is 0 or 1 as a bool; None if it is absent."""
     number = element.integer(name)
     return None if number is None else number != 0
 
 
 def _add_nic(nic: Element | None, pci: Element | None, parent: str, reading: _Reading) -> None:
-    """Adds the card of a <nic>, or of a <pci> of a network class; one of the two is there.
+    """Adds a NIC from its <nic> element, its <pci> element, or both.
 
-    The speed of a card without a PCI device is made up (NCCL writes 10000 where a driver gives none): virtual.
+    The ports of a NIC without a PCI device are marked virtual, because NCCL invents their speed (10000 if the driver
+    reports none).
+
+    Args:
+        nic: Element with the ports; None if the file has none, then `pci` is set.
+        pci: Element of the PCI function; None if the file has none, then `nic` is set.
+        parent: Key of the switch or CPU above.
+        reading: Collection that the NIC is added to.
     """
     ports = () if nic is None else tuple(_port(net) for net in nic.all("net"))
     if pci is not None:
@@ -348,7 +363,7 @@ def _port(net: Element) -> Port:
 
 
 def _links_of(reading: _Reading) -> tuple[tuple[DeviceLink, ...], tuple[NvSwitch, ...], tuple[Defect, ...]]:
-    """Returns the links, the switches they name, and what had to be left out."""
+    """Returns (links, NVSwitches they lead to, defects: links that had to be left out)."""
     collected = _Collected(reading)
     for gpu, element in reading.gpus:
         for child in element.children if element is not None else ():
@@ -365,7 +380,7 @@ def _links_of(reading: _Reading) -> tuple[tuple[DeviceLink, ...], tuple[NvSwitch
 
 
 class _Collected:
-    """Links by their two ends, so that a link written on both sides counts once."""
+    """Collects links by their two ends, so that a link written on both sides counts once."""
 
     def __init__(self, reading: _Reading) -> None:
         self.gpus = {gpu.key: gpu for gpu, _ in reading.gpus}
@@ -378,7 +393,7 @@ class _Collected:
         self._parts = Counter(gpu.bus for gpu, _ in reading.gpus)
 
     def add(self, gpu: Gpu, element: Element) -> None:
-        """Adds one <nvlink> or <xgmi>."""
+        """Adds one <nvlink> or <xgmi> of a GPU; one that leads to itself or nowhere becomes a defect."""
         text = element.text("target") or ""
         target = normal_bus_id(text)
         tclass = element.integer("tclass")
@@ -401,14 +416,21 @@ class _Collected:
         self._keep(gpu, target, element.tag, count)
 
     def _count(self, element: Element, where: str) -> int:
-        """Returns how many links an element bundles; NCCL refuses one that does not say, here it counts as one."""
+        """Returns the number of links in an element; one without `count`, which NCCL refuses, counts as one link."""
         count = element.integer("count")
         if count is None:
             self._notes.append(f"{where} has no count: taken for one link; NCCL refuses it.")
         return min(1 if count is None else count, MAX_LINKS_OF_A_GPU)
 
     def _keep(self, gpu: Gpu, target: str, tag: str, count: int) -> None:
-        """Stores a link whose other end is known."""
+        """Stores a bundle of links between a GPU and a target; if both ends name a count, the larger one is kept.
+
+        Args:
+            gpu: GPU that has the element.
+            target: Key of the other GPU or the switch.
+            tag: `nvlink` or `xgmi`.
+            count: Number of links in the bundle.
+        """
         ends = frozenset((gpu.key, target))
         known = self.links.get(ends)
         if known is not None and known.a != gpu.key and known.count != count:

@@ -38,7 +38,7 @@ HIDDEN = "fffffff"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlReading:
-    """What the library said, or why it said nothing."""
+    """Holds the GPUs and links that NVML reports, or the reason why there are none."""
 
     gpus: tuple[Gpu, ...] = ()
     links: tuple[DeviceLink, ...] = ()
@@ -50,12 +50,12 @@ class NvmlReading:
     silent: int = 0
     """GPUs that the driver counts and that do not respond."""
     reason: str | None = None
-    """Why there are no GPUs in it; None where there are."""
+    """Reason why there are no GPUs; None if there are."""
 
 
 @dataclass(slots=True)
 class _Bundles:
-    """The NVLinks of one GPU, by what they lead to."""
+    """Counts the NVLinks of one GPU by the device they lead to."""
 
     ends: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """(far end, whether it is a switch) -> number of links."""
@@ -81,7 +81,7 @@ def read(library: Library | None = None) -> NvmlReading:
 
 
 def _read(nvml: NvmlCalls) -> NvmlReading:
-    """Returns the reading of a library that has started."""
+    """Reads GPUs and links from a library that has started."""
     handles = nvml.handles()
     count = nvml.integer("nvmlDeviceGetCount") or 0
     gpus = {index: _gpu(nvml, handle, index) for index, handle in handles.items()}
@@ -134,7 +134,7 @@ def _gpu(nvml: NvmlCalls, handle: object, index: int) -> Gpu:
 def _memory_bytes_per_second(nvml: NvmlCalls, handle: object) -> float | None:
     """Returns the peak bandwidth of a GPU's memory: two transfers a cycle of the memory clock, over its whole bus.
 
-    None where the driver tells clock or width as unsupported or zero, as GPUs do that share the host's memory.
+    None if clock or width is unsupported or zero, as for GPUs that share the host's memory.
     """
     megahertz = nvml.integer("nvmlDeviceGetMaxClockInfo", handle, CLOCK_MEM)
     bits = nvml.integer("nvmlDeviceGetMemoryBusWidth", handle)
@@ -142,7 +142,7 @@ def _memory_bytes_per_second(nvml: NvmlCalls, handle: object) -> float | None:
 
 
 def _nvlink_domain(nvml: NvmlCalls, handle: object) -> str | None:
-    """Returns the NVLink domain of several hosts that a GPU has joined, as cluster and clique.
+    """Returns the NVLink domain of several hosts that a GPU has joined, as `cluster/clique`; None if it has not.
 
     Source: NCCL v2.30 src/mnnvl.cc (the state is COMPLETED, and the cluster's UUID is not all zeros: a host with
     NVSwitches of its own registers as well, without one).
@@ -216,9 +216,10 @@ def _c2c(nvml: NvmlCalls, handle: object, gpu: Gpu) -> DeviceLink | None:
 
 
 def gdr_facts(library: Library | None = None) -> dict[str, object]:
-    """Returns what the GPUDirect-RDMA checks ask of NVML, under the names of gdr's HostFacts and GpuFacts.
+    """Collects NVML's facts for the GPUDirect-RDMA checks, named as the fields of gdr's HostFacts and GpuFacts.
 
-    Driver version and per GPU: name, BAR1, memory, NVLinks, fabric, MIG; `nvml_error` where the driver does not start.
+    They are the driver version and, per GPU, its name, BAR1, memory, NVLinks, fabric and MIG state; only `nvml_error`
+    if NVML does not start.
 
     Args:
         library: Anything with pynvml's functions; the installed nvidia-ml-py by default.
@@ -269,9 +270,12 @@ def _confidential(nvml: NvmlCalls) -> dict[str, object]:
 
 
 def _fabric_info(nvml: NvmlCalls, handle: object, suffix: str) -> ctypes.Structure | None:
-    """Returns what the driver says of the fabric registration; None where it does not know the call.
+    """Returns NVML's structure about a GPU's fabric registration; None if the driver does not know the call.
 
-    Suffix `V` is the versioned call, none the one that is deprecated from CUDA 13 on.
+    Args:
+        nvml: The started library.
+        handle: NVML's handle of the GPU.
+        suffix: `V` for the versioned call, empty for the one that is deprecated from CUDA 13 on.
     """
     info = nvml.call(f"c_nvmlGpuFabricInfo{suffix}_t")
     if not isinstance(info, ctypes.Structure):
@@ -281,9 +285,12 @@ def _fabric_info(nvml: NvmlCalls, handle: object, suffix: str) -> ctypes.Structu
 
 
 def _fabric(nvml: NvmlCalls, handle: object, suffix: str) -> dict[str, object]:
-    """Returns the state of the fabric registration.
+    """Returns the facts `fabric_state` and `fabric_status` of a GPU; no facts if the driver does not know the call.
 
-    Suffix `V` is the versioned call, none the one that is deprecated from CUDA 13 on.
+    Args:
+        nvml: The started library.
+        handle: NVML's handle of the GPU.
+        suffix: `V` for the versioned call, empty for the one that is deprecated from CUDA 13 on.
     """
     info = _fabric_info(nvml, handle, suffix)
     state, status = getattr(info, "state", None), getattr(info, "status", None)

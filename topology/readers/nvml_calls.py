@@ -24,7 +24,7 @@ NOT_INSTALLED = "nvidia-ml-py is not installed"
 
 
 class NvmlCalls:
-    """The library behind calls that never raise."""
+    """Calls NVML without ever raising: a call that fails returns None."""
 
     def __init__(self, library: Library) -> None:
         """Takes pynvml, or anything with its names.
@@ -39,14 +39,14 @@ class NvmlCalls:
         self.max_nvlinks = found if isinstance(found, int) else DEFAULT_NVLINKS
 
     def _attempt(self, name: str, *arguments: object) -> tuple[object | None, Exception | None]:
-        """Returns what a function returns, or None and what it failed with."""
+        """Calls a function; returns (its result, None), or (None, the exception) if it failed."""
         try:
             return getattr(self._library, name)(*arguments), None
         except (self._error, AttributeError, TypeError, ValueError, OSError) as error:
             return None, error  # ValueError: a name that is no UTF-8
 
     def error_of(self, name: str, *arguments: object) -> str | None:
-        """Calls a function and returns what it failed with, or None.
+        """Calls a function and returns the message of its error, or None if it succeeded.
 
         Args:
             name: The function.
@@ -56,7 +56,7 @@ class NvmlCalls:
         return None if error is None else str(error) or type(error).__name__
 
     def call(self, name: str, *arguments: object) -> object | None:
-        """Returns the result, or None.
+        """Calls a function and returns its result, or None if it failed.
 
         Args:
             name: The function.
@@ -66,7 +66,7 @@ class NvmlCalls:
         return found
 
     def lacks(self, name: str, *arguments: object) -> bool:
-        """Returns whether the driver says that this GPU has no such thing, which is knowledge too.
+        """Calls a function and returns whether the driver answers that this GPU does not support it.
 
         Args:
             name: The function.
@@ -76,7 +76,7 @@ class NvmlCalls:
         return self._not_supported is not None and isinstance(error, self._not_supported)
 
     def integer(self, name: str, *arguments: object) -> int | None:
-        """Returns a result that is an integer.
+        """Calls a function and returns its result if that is an integer, else None.
 
         Args:
             name: The function.
@@ -86,7 +86,7 @@ class NvmlCalls:
         return found if isinstance(found, int) else None
 
     def text(self, name: str, *arguments: object) -> str | None:
-        """Returns a result that is a name, which old bindings give as bytes.
+        """Calls a function and returns its result as text (old bindings return bytes); None if it is none.
 
         Args:
             name: The function.
@@ -95,7 +95,7 @@ class NvmlCalls:
         return text_of(self.call(name, *arguments))
 
     def number_in(self, attribute: str, name: str, *arguments: object) -> int | None:
-        """Returns an integer out of the structure that a function returns.
+        """Calls a function and returns an integer field of the structure it returns; None if there is none.
 
         Args:
             attribute: Name of the structure's field.
@@ -106,12 +106,12 @@ class NvmlCalls:
         return found if isinstance(found, int) else None
 
     def field(self, handle: object, identifier: int, scope: int = 0) -> int | None:
-        """Returns one of a GPU's field values, or None where the driver does not know it.
+        """Returns one of a GPU's field values, or None if the driver does not know it.
 
         Args:
-            handle: The GPU.
-            identifier: Number of the field.
-            scope: Which of several, a link for example.
+            handle: NVML's handle of the GPU.
+            identifier: Number of the field, NVML_FI_DEV_*.
+            scope: Index for fields that exist several times, such as the number of a link.
         """
         values = self.call("nvmlDeviceGetFieldValues", handle, [(identifier, scope)])
         try:
@@ -122,11 +122,11 @@ class NvmlCalls:
         return number if getattr(first, "nvmlReturn", 1) == 0 and isinstance(number, int) else None
 
     def link_is_active(self, handle: object, link: int) -> bool | None:
-        """Returns whether an NVLink is up; None where there is no such link.
+        """Returns whether an NVLink is up; None if there is no such link.
 
         Args:
-            handle: The GPU.
-            link: Number of the link.
+            handle: NVML's handle of the GPU.
+            link: Number of the link, from 0.
 
         Source: NCCL v2.30 src/graph/xml.cc asks the field from Hopper on, the function before.
         """
@@ -135,13 +135,13 @@ class NvmlCalls:
         return None if state is None else state in (NVLINK_ACTIVE, NVLINK_ASLEEP)
 
     def handles(self) -> dict[int, object]:
-        """Returns the driver's number of each GPU that answers -> its handle."""
+        """Returns the driver's number -> NVML's handle for each GPU that answers."""
         count = min(self.integer("nvmlDeviceGetCount") or 0, MAX_GPUS)
         found = {index: self.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)}
         return {index: handle for index, handle in found.items() if handle is not None}
 
     def bus_id(self, name: str, *arguments: object) -> tuple[str | None, str]:
-        """Returns the bus id in the PCI information that a function returns: (normal form or None, as written).
+        """Calls a function and returns the bus id in its result: (normal form or None, text as the driver wrote it).
 
         Args:
             name: The function.
@@ -155,7 +155,7 @@ class NvmlCalls:
 
 
 def start_nvml(library: Library | None = None) -> tuple[NvmlCalls | None, str]:
-    """Returns the library after starting it, or None and why it does not start.
+    """Starts NVML; returns (its calls, ""), or (None, why it does not start).
 
     Args:
         library: Anything with pynvml's functions; the installed nvidia-ml-py by default.
@@ -172,10 +172,10 @@ def start_nvml(library: Library | None = None) -> tuple[NvmlCalls | None, str]:
 
 
 def text_of(found: object) -> str | None:
-    """Returns a name, which old bindings give as bytes; None for anything else.
+    """Returns a name as text (old bindings return bytes); None for anything else.
 
     Args:
-        found: Any result.
+        found: Result of a call to NVML.
     """
     if isinstance(found, bytes):
         return found.decode("utf-8", "replace")

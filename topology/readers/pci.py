@@ -10,7 +10,7 @@ from gradwire.topology.readers.pci_config import ConfigSpace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PciFunction:
-    """One function on the bus, as far as it could be read; None is unknown."""
+    """Describes one PCI function, as far as it could be read; None is unknown."""
 
     bus_id: str
     """domain:bus:device.function, lower case."""
@@ -21,13 +21,13 @@ class PciFunction:
     subsystem_vendor: int | None = None
     subsystem_device: int | None = None
     parents: tuple[str, ...] | None = None
-    """Bus ids of the bridges above, nearest first, root port last; None when the tree does not say."""
+    """Bus ids of the bridges above, nearest first, root port last; None if they are unknown."""
     reaches_root: bool = True
-    """False where the source may lack bridges above those of `parents`, so that it may meet others only there."""
+    """False if the source may lack bridges above those in `parents`, in which the function may meet others."""
     host_bridge: str | None = None
     """Kernel name of the host bridge, `pci0000:00`."""
     name: str | None = None
-    """Model, where the source tells it (lspci does, sysfs does not)."""
+    """Model, if the source has it (lspci does, sysfs does not)."""
     driver: str | None = None
     numa_node: int | None = None
     """-1 is the kernel's "no node"."""
@@ -47,48 +47,59 @@ class PciFunction:
     bar_nbytes: tuple[int, ...] = ()
     """Sizes of the base address registers 0 to 5 (GPUs only)."""
     config: ConfigSpace | None = None
-    """None where it was not read (classes that no check asks about) or could not be opened."""
+    """Decoded configuration space; None if it was not read (classes that no check needs) or could not be opened."""
     unreadable: tuple[str, ...] = ()
     """Attributes that are there but could not be read."""
 
     @property
     def base_class(self) -> int | None:
-        """The class alone: 0x02 network, 0x03 display, 0x06 bridge."""
+        """Returns the upper 8 bits of the class code: 0x02 network, 0x03 display, 0x06 bridge; None if unknown."""
         return None if self.class_code is None else self.class_code >> 16
 
     @property
     def is_virtual(self) -> bool:
-        """An SR-IOV virtual function."""
+        """Returns whether this is an SR-IOV virtual function."""
         return self.physical_function is not None
 
 
 @dataclass(frozen=True, slots=True)
 class PciTree:
-    """Every function by bus id, and what could not be read."""
+    """Holds every PCI function by bus id, and sentences on what could not be read."""
 
     functions: Mapping[str, PciFunction] = field(default_factory=lambda: MappingProxyType({}))
     problems: tuple[str, ...] = ()
 
     def of_class(self, *base_classes: int) -> list[PciFunction]:
-        """Functions of these base classes, in bus order."""
+        """Returns the functions of these base classes, in bus order."""
         return [function for function in self.functions.values() if function.base_class in base_classes]
 
     def chain(self, bus_id: str) -> tuple[str, ...] | None:
-        """Bridges above a function, nearest first; a virtual function hangs where its physical function does."""
+        """Returns the bridges above a function, nearest first; for a virtual one, those of its physical function.
+
+        None if the function is not in the tree, or if its bridges are unknown.
+        """
         function = self.functions.get(bus_id)
         if function is not None and function.physical_function in self.functions:
             function = self.functions[str(function.physical_function)]
         return None if function is None else function.parents
 
     def complete(self, bus_id: str) -> bool:
-        """Whether all bridges above a function are known, so that what they do not share lies above them all."""
+        """Returns whether all bridges above a function, up to the host bridge, are known."""
         function = self.functions.get(bus_id)
         return self.chain(bus_id) is not None and function is not None and function.reaches_root
 
     def bridges_between(self, one: str, other: str) -> tuple[str, ...] | None:
-        """Ports that traffic between two functions crosses, below their common ancestor; None when unknown.
+        """Returns the bridges that traffic between two functions crosses below their common ancestor.
 
-        Without a common ancestor the traffic climbs to the host bridge, so all bridges of both, root ports included.
+        Without a common ancestor the traffic climbs to the host bridge, so the result has all bridges of both, root
+        ports included.
+
+        Args:
+            one: Bus id.
+            other: Bus id.
+
+        Returns:
+            Bus ids, first those above `one`; None if they are not known.
         """
         first, second = self.chain(one), self.chain(other)
         if first is None or second is None:
@@ -100,16 +111,16 @@ class PciTree:
 
 
 def path_type(tree: PciTree, one: str, other: str) -> str | None:
-    """Names the distance between two functions as NCCL does; None when the tree does not say.
+    """Returns the path type between two functions under NCCL's name; None if the tree does not show it.
 
     A switch is two bridges deep in sysfs (upstream port, downstream port), so every second bridge of a chain is a
     switch; the two halves of one Broadcom Gen4/Gen5 switch count as one. LOC: the same function. PIX: one switch. PXB:
     several. PHB: through the host bridge of one NUMA node. SYS: between NUMA nodes.
 
     Args:
-        tree: The tree that holds both.
-        one: Bus id.
-        other: Bus id.
+        tree: PCI tree with both functions.
+        one: Bus id of one function.
+        other: Bus id of the other.
 
     Source: NCCL src/graph/xml.cc (ncclTopoGetXmlFromSys), src/graph/paths.cc (ncclTopoSetPaths), src/graph/topo.cc
     (ncclTopoFlattenBcmSwitches).
@@ -138,7 +149,7 @@ def _switches(tree: PciTree, bus_id: str) -> list[str]:
 
 
 def _generation(tree: PciTree, bus_id: str, level: int) -> int:
-    """`broadcom_generation` of the bridge with this bus id; 0 where it is not in the tree."""
+    """Returns `broadcom_generation` of the bridge with this bus id; 0 if it is not in the tree."""
     bridge = tree.functions.get(bus_id)
     if bridge is None:
         return 0

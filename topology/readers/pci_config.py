@@ -19,28 +19,28 @@ _HEADER_NBYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSpace:
-    """The few registers that decide about peer-to-peer traffic; None is "could not be read", never "off"."""
+    """Holds the registers that decide about peer-to-peer traffic; None is "could not be read", never "off"."""
 
     header_only: bool
-    """The kernel showed 64 bytes or fewer: it hides the rest from everybody but root."""
+    """True if the kernel showed 64 bytes or fewer: it hides the rest from everybody but root."""
     pci_express: bool | None = None
-    """The function has a PCI Express capability."""
+    """True if the function has a PCI Express capability; None if the list of capabilities cannot be followed."""
     extended: bool = False
-    """Every extended capability was walked, so an absent one is really absent."""
+    """True if every extended capability was read, so that an absent one is really absent."""
     acs_control: int | None = None
     """ACS control word; None with `extended` means that the function has no ACS capability."""
     ats_enabled: bool | None = None
-    """Address translation service switched on; None with `extended`: no ATS capability."""
+    """True if the address translation service is on; None with `extended` means no ATS capability."""
     relaxed_ordering: bool | None = None
-    """Device Control bit 4."""
+    """True if relaxed ordering is on (Device Control bit 4)."""
     max_payload_nbytes: int | None = None
-    """Device Control bits 7:5."""
+    """Largest payload of a packet in bytes (Device Control bits 7:5)."""
     max_read_request_nbytes: int | None = None
-    """Device Control bits 14:12."""
+    """Largest read request in bytes (Device Control bits 14:12)."""
 
     @property
     def acs_redirect(self) -> tuple[str, ...] | None:
-        """Names of the ACS bits that redirect peer traffic; empty when none is set, None when it cannot be known."""
+        """Returns the names of the set ACS bits that redirect peer traffic; None if the register is unknown."""
         if self.acs_control is None:
             return () if self.extended else None
         return tuple(name for bit, name in REDIRECT_BITS.items() if self.acs_control >> bit & 1)
@@ -50,7 +50,8 @@ def decode(read: Reader) -> ConfigSpace:
     """Decodes a configuration space with few, small reads (each double word costs a bus transaction).
 
     Args:
-        read: Access to the space; it may be cut at 64 bytes (not root) or at 256 (no extended space).
+        read: Function of (offset, nbytes) that returns the bytes there; the space may be cut at 64 bytes (not root) or
+            at 256 (no extended space).
 
     Source: PCI Local Bus 3.0 section 6.7 (capability list), PCI Express Base 5.0 sections 7.5.3.4 (Device Control)
     and 7.6.3 (extended capability header).
@@ -84,13 +85,18 @@ def decode_bytes(space: bytes) -> ConfigSpace:
 
 
 def _size(word: int | None, shift: int) -> int | None:
-    """128 << the three-bit field at `shift`; codes 6 and 7 are reserved."""
+    """Decodes a size in bytes from a three-bit field of Device Control; None for the reserved codes 6 and 7.
+
+    Args:
+        word: Device Control; None gives None.
+        shift: Lowest bit of the field.
+    """
     code = None if word is None else word >> shift & 7
     return None if code is None or code > 5 else 128 << code
 
 
 def _word(read: Reader, offsets: dict[int, int], capability: int) -> int | None:
-    """The control word, 6 bytes into an extended capability that was found."""
+    """Returns the control word of an extended capability (6 bytes into it); None if it is absent or unreadable."""
     if capability not in offsets:
         return None
     data = read(offsets[capability] + 6, 2)
@@ -98,7 +104,7 @@ def _word(read: Reader, offsets: dict[int, int], capability: int) -> int | None:
 
 
 def _find_standard(read: Reader, header: bytes) -> int | None:
-    """Offset of the PCI Express capability; 0 when there is none, None when the list cannot be followed."""
+    """Returns the offset of the PCI Express capability; 0 if there is none, None if the list cannot be followed."""
     if not header[0x06] >> 4 & 1:
         return 0
     seen: set[int] = set()

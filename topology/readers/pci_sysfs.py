@@ -28,7 +28,7 @@ _SAFE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no symlink
 
 
 def read_tree(root: Path) -> PciTree:
-    """Reads every PCI function below `root`; never raises, what cannot be read is None and named in `problems`.
+    """Reads every PCI function below a root folder without ever raising; failures are listed in `problems`.
 
     Args:
         root: Folder that holds `sys/`: `/` for this machine, else a captured tree.
@@ -99,16 +99,21 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 class Attributes:
-    """The attributes of one device, each opened at most once, relative to the folder's handle."""
+    """Reads the attributes of one device relative to its open folder, and lists those it could not read."""
 
     def __init__(self, handle: int, present: Collection[str]) -> None:
-        """Args are the open folder and the names in it."""
+        """Stores the folder.
+
+        Args:
+            handle: File descriptor of the open folder; the caller closes it.
+            present: Names in the folder.
+        """
         self._handle = handle
         self._present = present
         self.unreadable: list[str] = []
 
     def text(self, name: str) -> str | None:
-        """The attribute without its newline; None when it is absent or unreadable."""
+        """Returns an attribute without its newline; None if it is absent or unreadable."""
         with self._opened(name) as file:
             if file is None:
                 return None
@@ -119,11 +124,11 @@ class Attributes:
                 return None
 
     def number(self, name: str) -> int | None:
-        """The attribute as a number, decimal or 0x; None when it is none."""
+        """Returns an attribute as a number, decimal or after 0x hexadecimal; None if it is absent or no number."""
         return integer(self.text(name))
 
     def link(self, name: str) -> str | None:
-        """Last component of a symbolic link's target."""
+        """Returns the last component of a symbolic link's target; None if it is absent or no link."""
         if name not in self._present:
             return None
         try:
@@ -132,7 +137,7 @@ class Attributes:
             return None
 
     def config(self) -> ConfigSpace | None:
-        """The decoded configuration space, read a few bytes at a time."""
+        """Reads and decodes the configuration space, a few bytes at a time; None if it cannot be opened or read."""
         with self._opened("config") as file:
             if file is None:
                 return None
@@ -163,25 +168,29 @@ class Attributes:
 
 
 def integer(text: str | None) -> int | None:
-    """A decimal, or hexadecimal with 0x, of at most 18 characters; None for anything else."""
+    """Parses a decimal number of up to 18 digits, or after 0x a hexadecimal of up to 16; None for other texts."""
     if text is None or not re.fullmatch(r"-?[0-9]{1,18}|0[xX][0-9a-fA-F]{1,16}", text):
         return None
     return int(text, 16) if text[:2].lower() == "0x" else int(text)
 
 
 def gigatransfers(text: str | None) -> float | None:
-    """GT/s of `16.0 GT/s PCIe`; None for `Unknown` and other texts."""
+    """Parses a link speed: 16.0 of `16.0 GT/s PCIe`; None for `Unknown` and other texts."""
     match = re.match(r"([0-9]{1,3}(?:\.[0-9]{1,2})?) ?GT/s", text or "")
     return float(match[1]) if match else None
 
 
 def bus_id(text: str | None) -> str | None:
-    """The text if it is a bus id."""
+    """Returns the text if it is a bus id, else None."""
     return text if text is not None and BUS_ID.fullmatch(text) else None
 
 
 def bar_nbytes(text: str | None) -> tuple[int, ...]:
-    """Sizes of base address registers 0 to 5 from the attribute `resource` (start, end, flags per line)."""
+    """Returns the sizes of base address registers 0 to 5 in bytes, 0 for an unused one.
+
+    Args:
+        text: Attribute `resource`: start, end and flags on each line; None gives no sizes.
+    """
     sizes = []
     for line in (text or "").splitlines()[:6]:
         words = [integer(word) for word in line.split()]
@@ -191,7 +200,15 @@ def bar_nbytes(text: str | None) -> tuple[int, ...]:
 
 
 def parents(folder: Path, base: Path) -> tuple[str, ...] | None:
-    """Bus ids of the folders above a device, nearest first; None where the folder is not inside a host bridge's."""
+    """Returns the bus ids of the folders above a device, nearest first.
+
+    Args:
+        folder: Resolved folder of the device.
+        base: Resolved root folder.
+
+    Returns:
+        None if there is no bridge above it, and its folder is not directly inside a host bridge's.
+    """
     chain = []
     for part in reversed(folder.relative_to(base).parts[:-1]):
         if BUS_ID.fullmatch(part):

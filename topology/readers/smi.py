@@ -51,14 +51,14 @@ MAX_NVLINKS_OF_A_GPU = 18
 
 @dataclass(slots=True)
 class _Matrix:
-    """The raw table."""
+    """Holds a printed matrix as text: its columns, rows and legend."""
 
     columns: list[str]
     tail: list[str]
     """Titles of the columns after the matrix."""
     rows: dict[str, list[str]] = field(default_factory=dict)
     rests: dict[str, str] = field(default_factory=dict)
-    """What stands in a row after its cells."""
+    """Name of a row -> the text after its cells."""
     names: dict[str, str] = field(default_factory=dict)
     """The legend below: `NIC0` -> `mlx5_0`."""
     uncovered: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class _Matrix:
 
     @property
     def is_peer_access(self) -> bool:
-        """Whether this is what `topo -p2p` prints."""
+        """Returns whether this is the output of `topo -p2p`, which has no distances."""
         cells = {cell for row in self.rows.values() for cell in row} - {"X"}
         return bool(cells) and cells <= _STATUSES
 
@@ -92,7 +92,7 @@ def read(text: str) -> Machine:
     """Returns the machine that a printed matrix describes.
 
     Args:
-        text: What `nvidia-smi topo -m` printed, with or without escapes and legend.
+        text: Output of `nvidia-smi topo -m`, `rocm-smi --showtopo` or `amd-smi topology`, with or without escapes.
 
     Raises:
         TopologyError: There is no matrix of distances in the text.
@@ -150,7 +150,11 @@ def _read_rocm(text: str) -> Machine:
 
 
 def _read_amd_smi(text: str) -> Machine:
-    """Returns the machine of `amd-smi topology`: the matrix of link types, by the GPUs' bus ids."""
+    """Returns the machine of `amd-smi topology`: the matrix of link types, by the GPUs' bus ids.
+
+    Raises:
+        TopologyError: The table has no line of distinct bus ids.
+    """
     title = _AMD_SMI.search(text)
     assert title is not None
     after = text[title.end() :]
@@ -182,7 +186,7 @@ def _read_amd_smi(text: str) -> Machine:
 
 
 def _header(line: str) -> tuple[list[str], list[str]] | None:
-    """Returns the column names and the titles after them, or None where the line is no header."""
+    """Returns (column names, titles of the columns after the matrix), or None if the line is no header."""
     line = _COMMAND.sub("", line)
     tail = _TAIL.search(line)
     words = _FUSED.sub(r"\1 ", line[: tail.start() if tail else len(line)]).split()
@@ -196,7 +200,11 @@ def _header(line: str) -> tuple[list[str], list[str]] | None:
 
 
 def _matrix(lines: Sequence[str]) -> tuple[_Matrix, int]:
-    """Returns the first matrix of distances in the text, and how many others differ from it."""
+    """Returns the first matrix of distances in the text, and the number of others that differ from it.
+
+    Raises:
+        TopologyError: There is no matrix of distances.
+    """
     matrices: list[_Matrix] = []
     reading = _Reading()
     for line in lines:
@@ -221,12 +229,12 @@ def _matrix(lines: Sequence[str]) -> tuple[_Matrix, int]:
 
 
 class _Reading:
-    """The matrix whose lines are being read: its rows, what a narrow terminal broke off them, and its legend."""
+    """Reads a matrix line by line: rows, the rest of rows that a narrow terminal broke, and the legend."""
 
     def __init__(self, matrix: _Matrix | None = None) -> None:
         self.matrix = matrix or _Matrix([], [])
         self._row: str | None = None
-        """The row that a line without a name would go on with."""
+        """Row that a line without a name continues."""
         self._legend = False
 
     def continues(self, header: tuple[list[str], list[str]]) -> bool:
@@ -294,13 +302,13 @@ class _Reading:
 
 
 def _read_row(matrix: _Matrix, name: str, rest: str, before: Sequence[str] = ()) -> None:
-    """Stores one row: cells as long as they can be understood, then the rest.
+    """Stores one row of a matrix: cells up to the first that cannot be parsed, then the remaining text.
 
     Args:
-        matrix: Whose row it is.
-        name: Of the row.
-        rest: What stands behind the name, or the line that goes on with it.
-        before: Cells of the lines before.
+        matrix: Matrix that the row is stored in.
+        name: Name of the row.
+        rest: Text after the name, or a further line of the same row.
+        before: Cells of the row's earlier lines.
     """
     cells = list(before)
     position = 0
@@ -315,7 +323,7 @@ def _read_row(matrix: _Matrix, name: str, rest: str, before: Sequence[str] = ())
 
 
 def _tail_cell(matrix: _Matrix, name: str, title: str) -> str | None:
-    """Returns an affinity cell of a row, or None where it is empty or cannot be told apart from its neighbour."""
+    """Returns the affinity cell of a row below `title`; None if it is empty or cannot be told from its neighbour."""
     if title not in matrix.tail or name not in matrix.rests:
         return None
     rest = matrix.rests[name]
@@ -375,7 +383,7 @@ def _nic(matrix: _Matrix, name: str, names: Mapping[str, str], gpus: Sequence[st
 
 
 def _is_unknown_word(cell: str) -> bool:
-    """Returns whether nobody here knows a cell's word, or it is a piece of one."""
+    """Returns whether a cell's word is no path type and no sign for itself or for unknown."""
     return path_of_printed(cell) is None and cell not in ("X", "?", "N/A")
 
 
@@ -393,7 +401,7 @@ def _pairs(matrix: _Matrix) -> list[tuple[str, str, str | None, str | None]]:
 
 
 def _paths(matrix: _Matrix) -> tuple[GivenPath, ...]:
-    """Returns what the cells say; a pair whose two cells disagree stays unknown."""
+    """Returns the path of every pair of devices; a pair whose two cells disagree or are missing is `?`."""
     paths = []
     for a, b, one, other in _pairs(matrix):
         name = one or other or "?"
@@ -435,7 +443,7 @@ def _short(matrix: _Matrix) -> list[Defect]:
 
 
 def _links(matrix: _Matrix, gpus: Sequence[str]) -> tuple[DeviceLink, ...]:
-    """Returns the NVLink bundles between GPUs; their speed is unknown, as the GPU's generation is."""
+    """Returns the NVLink bundles between GPUs; their rate is unknown, because the GPUs' generation is."""
     known = set(gpus)
     return tuple(
         DeviceLink(a=path.a, b=path.b, kind="nvlink", count=int(path.name[2:]))
@@ -454,7 +462,7 @@ def _switched(links: Sequence[DeviceLink], gpus: Sequence[str]) -> bool:
 
 
 def _through_switch(links: Sequence[DeviceLink], gpus: Sequence[str]) -> tuple[DeviceLink, ...]:
-    """Returns one bundle per GPU to the switch in place of the pairs."""
+    """Replaces the bundles between pairs by one bundle from each GPU to a hidden switch."""
     widest = dict.fromkeys(gpus, 0)
     for link in links:
         widest[link.a] = max(widest[link.a], link.count)
@@ -473,7 +481,7 @@ designs: 4 GPUs of 18 links a compute tray; NVL4: 6 links between two of four.""
 
 
 def _may_be_grace(matrix: _Matrix, gpus: Sequence[str]) -> bool:
-    """Whether a matrix without the column GPU NUMA ID looks like one of Grace: far from every card, near to each other.
+    """Returns whether a matrix without the column GPU NUMA ID looks like Grace: many NVLinks, and all NICs far.
 
     An A100 or H100 board has its cards at PIX or PXB of some GPU at least; PCIe boxes have few NVLinks or none.
     """
@@ -488,7 +496,14 @@ def _may_be_grace(matrix: _Matrix, gpus: Sequence[str]) -> bool:
 
 
 def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect], others: int) -> list[str]:
-    """Returns what this text cannot show."""
+    """Returns sentences on what this text cannot show or what in it could not be read.
+
+    Args:
+        matrix: The matrix that was read.
+        text: The whole text.
+        defects: Errors found in the matrix.
+        others: Number of further matrices that differ.
+    """
     notes = ["The matrix shows only cards with verbs: Slingshot (cxi) and EFA cards are invisible to nvidia-smi."]
     gpus = [name for name in matrix.columns if _GPU.fullmatch(name)]
     if not _shows_nvlink(text):

@@ -54,13 +54,13 @@ def read(root: Path) -> Machine:
 
 
 def _product(root: Path) -> str | None:
-    """Returns the host's model, unless its maker left the field as it came."""
+    """Returns the host's model from its firmware; None if there is none or only a placeholder."""
     name = text_of(root / "sys/class/dmi/id/product_name")
     return None if name is None or _NO_PRODUCT.fullmatch(name) else name
 
 
 def _cpus(root: Path) -> tuple[Cpu, ...]:
-    """Returns the NUMA nodes that have processors; a kernel without NUMA is one node."""
+    """Returns the NUMA nodes that have processors; a kernel without NUMA gives one node."""
     about = _processor(root)
     nodes = root / "sys/devices/system/node"
     numbers = sorted(int(name[4:]) for name in names_in(nodes) if re.fullmatch(r"node\d{1,4}", name))[:MAX_NODES]
@@ -76,13 +76,13 @@ def _cpus(root: Path) -> tuple[Cpu, ...]:
 
 
 def _socket(root: Path, cores: str) -> int | None:
-    """Returns the package of a node's first processor."""
+    """Returns the number of the package of a node's first processor; None if unknown."""
     first = next(iter(members(cores)), None)
     return number_of(root / f"sys/devices/system/cpu/cpu{first}/topology/physical_package_id")
 
 
 def _processor(root: Path) -> Cpu:
-    """Returns what /proc/cpuinfo says about the first processor."""
+    """Returns the first processor's vendor, family, model and architecture from /proc/cpuinfo, without a key."""
     text = text_of(root / "proc/cpuinfo") or ""
     facts = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text.split("\n\n")[0], re.MULTILINE))
     architecture = "x86_64" if "vendor_id" in facts else "arm64" if "CPU implementer" in facts else None
@@ -97,16 +97,16 @@ def _processor(root: Path) -> Cpu:
 
 
 def is_virtual(root: Path) -> bool | None:
-    """Returns whether the processor says that it runs under a hypervisor."""
+    """Returns whether the processor reports a hypervisor (flag in /proc/cpuinfo); None if it has no flags there."""
     text = text_of(root / "proc/cpuinfo")
     flags = None if text is None else re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
     return None if flags is None else "hypervisor" in flags[1].split()
 
 
 def _named_by_nvidia(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Returns the GPUs with the models and UUIDs that NVIDIA's driver shows without its libraries.
+    """Returns the GPUs with the models and UUIDs that NVIDIA's driver shows in /proc.
 
-    Source: NVIDIA driver README, Using the /proc File System Interface; a GPU that nobody has used yet has `?` there.
+    Source: NVIDIA driver README, Using the /proc File System Interface; a GPU that was not used yet has `?` there.
     """
     folder = root / "proc/driver/nvidia/gpus"
     texts = {normal_bus_id(name): text_of(folder / name / "information") or "" for name in names_in(folder)}
@@ -122,10 +122,10 @@ def _named_by_nvidia(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _numbered_by_amd(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Returns the GPUs with the numbers and UUIDs by which HIP knows them, a card in partitions as so many GPUs.
+    """Returns AMD GPUs with HIP's numbers and UUIDs; a card in partitions becomes as many GPUs.
 
-    HIP counts the driver's nodes, whose order need not be that of the bus. Those that a container was not given cannot
-    be read, and are not counted. A guest's or a desktop's second maker is left alone: HIP counts AMD's GPUs only.
+    HIP counts the driver's nodes, whose order may differ from the bus's. Nodes hidden from a container cannot be read
+    and are not counted. GPUs are returned unchanged if one of them is another maker's.
 
     Source: Linux drivers/gpu/drm/amd/amdkfd/kfd_topology.c (the number of a partition is in bits 31:28 of `location_id`
     or, by other releases, in those of the function); ROCR-Runtime, amd_filter_device.cpp (UUID).
@@ -161,14 +161,20 @@ def _numbered_by_amd(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _without_pci(found: FoundPorts, machine: Machine, only: str | None) -> list[Nic]:
-    """Returns the ports without a PCI card as NICs of their own; the only CPU, if there is one, is above them."""
+    """Returns the ports without a PCI card as NICs of their own.
+
+    Args:
+        found: All ports of the machine.
+        machine: Machine with its PCI cards.
+        only: Key of the machine's only CPU, which becomes their parent; None if it has several.
+    """
     known = {nic.key for nic in machine.nics}
     loose = [port for port in found.loose if port.name not in known]
     return [Nic(key=port.name, parent=only, ports=(port,)) for port in loose]
 
 
 def _notes(machine: Machine, tree: PciTree) -> list[str]:
-    """Returns what is missing or doubtful."""
+    """Returns sentences on what is missing or doubtful."""
     notes = list(tree.problems)
     if not tree.functions:
         notes.append("No PCI device is visible: in a container, mount the host's /sys.")

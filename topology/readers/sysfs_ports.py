@@ -28,11 +28,11 @@ _UP, _NO_ARP = 0x1, 0x80
 
 @dataclass(slots=True)
 class FoundPorts:
-    """The ports by the PCI function they belong to."""
+    """Holds the ports of a machine by the PCI function they belong to."""
 
     by_bus: dict[str, list[Port]] = field(default_factory=dict)
     lent: dict[str, list[Port]] = field(default_factory=dict)
-    """Ports of scalable functions, which share those of the PCI function, by that function."""
+    """Bus id of a PCI function -> ports of its scalable functions, which share the function's own ports."""
     loose: list[Port] = field(default_factory=list)
     """Ports of no PCI network card: adapters on USB, Thunderbolt and USB4, virtual interfaces in a container, software
     RDMA."""
@@ -45,14 +45,14 @@ class FoundPorts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Interface:
-    """One network interface."""
+    """Describes one network interface."""
 
     name: str
     bus: str | None
     part: str
     """Scalable function of `bus`, `mlx5_core.sf.4`; empty for the PCI function itself."""
     card: bool
-    """Whether a device stands behind it, on PCI or not."""
+    """True if the interface belongs to a device, on PCI or not."""
     port: Port
     number: int
 
@@ -104,7 +104,7 @@ def _join(ports: list[Port], interface: _Interface) -> None:
 
 
 def _chooses_itself(port: Port) -> bool:
-    """Returns whether a bond of interfaces decides nothing about what an RDMA device sends.
+    """Returns whether an RDMA device sends regardless of the bond that its network interface is in.
 
     A bond of IPoIB leaves InfiniBand itself alone, and the device of a RoCE LAG sends over the member that is in use.
     """
@@ -112,9 +112,14 @@ def _chooses_itself(port: Port) -> bool:
 
 
 def _aggregate(folder: Path, by_bus: dict[str, list[Port]]) -> None:
-    """Makes the members of a bond that one RDMA device stands for ports of that device's one port, in place.
+    """Merges the members of a bond with RoCE LAG into the port of the RDMA device that sends over all of them.
 
-    With RoCE LAG `mlx5_bond_0` sends over all of them. Some drivers state the sum as its rate, others one member's.
+    With RoCE LAG `mlx5_bond_0` sends over all members. Some drivers report the sum as its rate, others one member's;
+    the larger of the reported rate and the sum of the members in use is kept.
+
+    Args:
+        folder: `sys/class/net` of the machine.
+        by_bus: Bus id -> its ports; changed in place.
     """
     for bus, ports in by_bus.items():
         for position, port in enumerate(ports):
@@ -148,9 +153,9 @@ def _is_interface(port: Port) -> bool:
 
 
 def _bus_of(path: Path) -> str | None:
-    """Returns the bus id of the network card's PCI function that a device link leads to, or into.
+    """Returns the bus id of the network card's PCI function that a device link leads to, or below which it ends.
 
-    An adapter on USB, Thunderbolt or USB4 leads to the function of that controller, which is no network card: None.
+    An adapter on USB, Thunderbolt or USB4 leads to that controller's function, which is no network card: None.
     """
     target = real_path(path)
     for folder in () if target is None else (target, *target.parents):
@@ -171,7 +176,7 @@ def _part_of(path: Path) -> str:
 
 
 def _rdma_ports(root: Path) -> Iterator[tuple[Port, Path]]:
-    """Yields the ports of RDMA devices with the link to their device."""
+    """Yields (port, path of the link to its device) for every port of every RDMA device."""
     folder = root / "sys/class/infiniband"
     for name in names_in(folder):
         for number in names_in(folder / name / "ports"):
@@ -194,14 +199,14 @@ def _rdma_port(folder: Path, name: str, number: int) -> Port:
 
 
 def _cxi_ports(root: Path) -> Iterator[tuple[Port, Path]]:
-    """Yields Slingshot devices, which have no verbs; their rate is that of their network interface."""
+    """Yields (port, path of the link to its device) for Slingshot devices; their rate comes from their interface."""
     folder = root / "sys/class/cxi"
     for name in names_in(folder):
         yield Port(name=name, link_layer="Ethernet"), folder / name / "device"
 
 
 def _interfaces(root: Path) -> Iterator[_Interface]:
-    """Yields the network interfaces that a card, or a host outside this container, stands behind."""
+    """Yields the network interfaces that belong to a card or lead out of this container; VLANs and such are skipped."""
     folder = root / "sys/class/net"
     for name in names_in(folder):
         own = folder / name
@@ -220,12 +225,12 @@ def _interfaces(root: Path) -> Iterator[_Interface]:
 
 
 def _is_over_another(own: Path) -> bool:
-    """Returns whether an interface stands before another one: a VLAN, or Hyper-V's before a card's virtual function."""
+    """Returns whether an interface is on top of another one: a VLAN, or Hyper-V's above a card's virtual function."""
     return any(name.startswith("lower_") for name in names_in(own))
 
 
 def _in_reserve(folder: Path, name: str, bond: str) -> bool:
-    """Returns whether a bond sends nothing through a member: active-backup, or LACP without a partner there.
+    """Returns whether a bond sends nothing through a member: a backup one, or one without an LACP partner.
 
     Source: Linux drivers/net/bonding/bond_sysfs_slave.c (`state`, from 3.14 on), Documentation/networking/bonding.rst
     (`active_slave`).
@@ -238,10 +243,10 @@ def _in_reserve(folder: Path, name: str, bond: str) -> bool:
 
 
 def _above(folder: Path, name: str) -> str | None:
-    """Returns the interface that has the address of one that others stand before; None where it has its own.
+    """Returns the uppermost interface that took over an interface's IP address; None if it has its own.
 
-    Bonds, teams and bridges take a member's address over, and so does the interface that Hyper-V or a failover of
-    virtio puts before a function it lends: that one has a device of its own. A VRF and Open vSwitch's bridge take none.
+    Bonds, teams and bridges take over a member's address, and so does the interface that Hyper-V or virtio's failover
+    puts above a virtual function: that one has a device of its own. A VRF and Open vSwitch's bridge do not.
 
     Source: Linux drivers/net/hyperv/netvsc_drv.c (netvsc_vf_join), net/bridge/br_if.c, drivers/net/net_failover.c.
     """
@@ -256,9 +261,9 @@ def _above(folder: Path, name: str) -> str | None:
 
 
 def _is_team(own: Path) -> bool:
-    """Returns whether an interface that has members is a team, which has no folder in sysfs that says so.
+    """Returns whether an interface with members is a team, judged by its flags, as sysfs has no folder for teams.
 
-    A VRF does without ARP, and the interface of Open vSwitch that has all members is down.
+    A VRF has ARP turned off, and Open vSwitch's interface with the members is down.
 
     Source: Linux drivers/net/vrf.c (vrf_dev_init), include/uapi/linux/if.h (IFF_UP, IFF_NOARP).
     """
@@ -267,7 +272,14 @@ def _is_team(own: Path) -> bool:
 
 
 def _interface_port(folder: Path, name: str, kind: int, card: bool) -> Port:
-    """Returns a network interface as a port of its own."""
+    """Returns a network interface as a port of its own.
+
+    Args:
+        folder: `sys/class/net` of the machine.
+        name: Name of the interface.
+        kind: `ETHERNET` or `INFINIBAND`.
+        card: True if the interface belongs to a device.
+    """
     own = folder / name
     megabits = number_of(own / "speed")
     driver = link_name(own / "device/driver")

@@ -30,7 +30,7 @@ def allowed(text: str) -> str:
 
 @dataclass(slots=True)
 class Element:
-    """One element; text between elements is not kept."""
+    """Describes one element of an XML file; text between elements is not kept."""
 
     tag: str
     attributes: dict[str, str]
@@ -54,7 +54,7 @@ class Element:
         return self.attributes.get(name, "").strip() or None
 
     def integer(self, name: str) -> int | None:
-        """Returns an attribute as a number from 0 to 2^64 (hexadecimal after 0x), or None where it is none.
+        """Returns an attribute as a number of 0 or more (hexadecimal after 0x), or None if it is absent or no number.
 
         Args:
             name: Name of the attribute.
@@ -66,7 +66,7 @@ class Element:
 
 
 class _Builder(ContentHandler):
-    """Builds the tree, and stops at the limits."""
+    """Builds the tree of elements, and raises TopologyError beyond the limits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def title(machine: Machine) -> str:
 
 
 def summary(machine: Machine) -> str:
-    """Returns what a machine has, and where that was read.
+    """Returns one line with the numbers of a machine's devices and the sources they were read from.
 
     Args:
         machine: The machine.
@@ -182,17 +182,17 @@ def matrix(machine: Machine) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns what sorts mlx5_2 before mlx5_10."""
+    """Returns a sort key under which mlx5_2 comes before mlx5_10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", name)]
 
 
 def _nic_order(nic: Nic) -> list[tuple[int, str]]:
-    """Returns what puts cards in the order of their ports' names, as nvidia-smi does; bus ids are hexadecimal."""
+    """Returns a sort key that orders NICs by their ports' names, as nvidia-smi does; those without ports come first."""
     return _natural(nic_name(nic)) if nic.ports else [(-1, nic_name(nic))]
 
 
 def _cell(labels: Labels, a: Gpu | Nic, b: Gpu | Nic) -> str:
-    """Returns one cell."""
+    """Returns one cell of the matrix: ` X ` for the device itself, a path type, or `?`."""
     if a.key == b.key:
         return " X "
     if isinstance(a, Gpu) and isinstance(b, Gpu):
@@ -208,7 +208,7 @@ def _cell(labels: Labels, a: Gpu | Nic, b: Gpu | Nic) -> str:
 
 
 def _affinity(labels: Labels, device: Gpu | Nic) -> list[str]:
-    """Returns the two affinity cells."""
+    """Returns the two cells after the matrix: the CPU's cores and its NUMA node, empty and `N/A` if unknown."""
     cpu = labels.cpu(device)
     if cpu is None:
         return ["", "N/A"]
@@ -216,7 +216,7 @@ def _affinity(labels: Labels, device: Gpu | Nic) -> list[str]:
 
 
 def _nic_legend(nic: Nic) -> str:
-    """Returns what stands behind a NIC's name in the legend."""
+    """Returns a NIC's bus id and rate in brackets, for the legend."""
     bus = nic.bus if nic.bus != nic_name(nic) else None
     rate = nic_rate(nic)
     about = [bus, "rate unknown" if rate == UNKNOWN else rate]

@@ -46,7 +46,7 @@ def read(text: str) -> Machine:
 
 
 def _check(machine: Machine) -> None:
-    """Raises TopologyError where names are used twice, bus ids are none, or links lead nowhere."""
+    """Raises TopologyError if keys repeat, bus ids are malformed, links lead nowhere, or devices form a cycle."""
     keys: set[str] = set()
     for group in (machine.cpus, machine.switches, machine.gpus, machine.nics, machine.nvswitches):
         for item in group:
@@ -102,17 +102,17 @@ def to_object(machine: Machine) -> Object:
 
 
 def _n_numa(machine: Machine) -> int:
-    """Returns the number of NUMA nodes: by number, else by the cores that tell them apart; the rest counts as one."""
+    """Returns the number of NUMA nodes, told apart by number or else by cores; those without either count as one."""
     return len({cpu.cores if cpu.numa is None else cpu.numa for cpu in machine.cpus})
 
 
 def _flag(value: bool | None) -> str | None:
-    """Returns a yes or no as NCCL's file writes it."""
+    """Returns a yes or no as NCCL's file writes it, `1` or `0`; None stays None."""
     return None if value is None else str(int(value))
 
 
 def _number(value: int | None) -> str | None:
-    """Returns a number as NCCL's file writes it."""
+    """Returns a number as NCCL's file writes it, as text; None stays None."""
     return None if value is None else str(value)
 
 

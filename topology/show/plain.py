@@ -13,7 +13,7 @@ MAX_NUMBER = 2**64
 
 
 def to_plain(value: object) -> object:
-    """Returns a value made of dictionaries, lists and plain values; fields that are None or empty are left out.
+    """Converts a value to dictionaries, lists and plain values; fields that are None or an empty tuple are left out.
 
     Args:
         value: A dataclass instance, a tuple, or something JSON knows.
@@ -25,15 +25,15 @@ def to_plain(value: object) -> object:
 
 
 def from_plain(value: object, kind: type[T], place: str) -> T:
-    """Returns the dataclass instance that `to_plain` made `value` of.
+    """Builds a dataclass instance from the form that `to_plain` returns.
 
     Args:
-        value: What JSON gave.
-        kind: A dataclass whose fields are plain values, None, Literals, tuples and dataclasses.
-        place: Where the value stands, for messages: `graph.gpus[0]`.
+        value: Parsed JSON; an object is expected.
+        kind: Dataclass to build; its fields are plain values, None, Literals, tuples and dataclasses.
+        place: Path of the value in the document, for messages: `graph.gpus[0]`.
 
     Raises:
-        TopologyError: Something has the wrong type, or an unknown name.
+        TopologyError: A value has the wrong type or is out of range, or a field is unknown or missing.
     """
     if not isinstance(value, dict):
         raise TopologyError(f"`{place}` is {_shown(value)}, expected an object")
@@ -49,7 +49,7 @@ def from_plain(value: object, kind: type[T], place: str) -> T:
 
 
 def _convert(value: object, hint: object, place: str) -> object:
-    """Returns a value that matches an annotation."""
+    """Converts a value to the type of an annotation; raises TopologyError if it does not match."""
     origin = get_origin(hint)
     if origin is UnionType:
         choices = [choice for choice in get_args(hint) if choice is not type(None)]
@@ -74,6 +74,6 @@ def _convert(value: object, hint: object, place: str) -> object:
 
 
 def _shown(value: object) -> str:
-    """Returns a value, shortened."""
+    """Returns a value's `repr`, cut to 40 characters, for messages."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

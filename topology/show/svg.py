@@ -95,7 +95,14 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float 
 
 
 def _fit(text: str, width: float, size: float, glyph: float = GLYPH) -> str:
-    """Returns text cut to a width."""
+    """Cuts a text to a width, and marks it with an ellipsis if it was longer.
+
+    Args:
+        text: Text to fit.
+        width: Available width in pixels.
+        size: Font size in pixels.
+        glyph: Width of a glyph as a fraction of the size.
+    """
     room = max(1, int(width / (glyph * size)))
     return text if len(text) <= room else text[: max(1, room - 1)] + "…"
 
@@ -234,7 +241,7 @@ def _fabric_name(labels: Labels) -> str:
 
 
 def _fabric_text(labels: Labels) -> str:
-    """Returns one sentence about NVLink or xGMI."""
+    """Returns a sentence on how NVLink or xGMI joins the GPUs, with the number and rate of links of a GPU."""
     joined = _joined(labels)
     counts = sorted({labels.link_count(gpu) for gpu in joined})
     rates = sorted({rate for gpu in joined if (rate := labels.link_bytes_per_second(gpu)) is not None})
@@ -251,7 +258,7 @@ def _fabric_text(labels: Labels) -> str:
 
 
 def _legend(labels: Labels, plan: Drawing, y: float) -> tuple[list[str], float]:
-    """Returns the explanation of the colours that are used, and the lower edge."""
+    """Returns the SVG lines of a legend for the colours in use, and the legend's lower edge in pixels."""
     entries = [
         (any(bracket.good for bracket in plan.brackets), GDR, "", "near enough for GPUDirect RDMA by default"),
         (
@@ -273,7 +280,7 @@ def _legend(labels: Labels, plan: Drawing, y: float) -> tuple[list[str], float]:
 
 
 def _pair_matrix(labels: Labels, y: float) -> tuple[list[str], float]:
-    """Returns a table of what joins each pair of GPUs, and its lower edge."""
+    """Returns the SVG lines of a table of the links between each pair of GPUs, and its lower edge in pixels."""
     numbers = {gpu.key: int(labels.gpu(gpu).removeprefix("GPU")) for gpu in labels.machine.gpus}
     gpus = sorted(labels.machine.gpus, key=lambda gpu: numbers[gpu.key])
     counts = sorted({link.count for bundle in labels.bundles.values() for link in bundle})
@@ -299,7 +306,7 @@ def _pair_matrix(labels: Labels, y: float) -> tuple[list[str], float]:
 
 
 def _notes(machine: Machine, width: float, y: float) -> tuple[list[str], float]:
-    """Returns the notes, on as many lines as they need, and the height of the whole picture."""
+    """Returns the SVG lines of the machine's first notes, wrapped, and the height of the whole picture in pixels."""
     room = max(20, int((width - 2 * MARGIN) / (GLYPH * 11)))
     notes = [f"Note: {note}" for note in machine.notes[:MAX_NOTES]]
     if len(machine.notes) > MAX_NOTES:

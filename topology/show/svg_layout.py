@@ -43,7 +43,7 @@ BoxKind = Literal["cpu", "switch", "gpu", "nic", "nvswitch", "nowhere"]
 
 @dataclass(slots=True)
 class Box:
-    """One rectangle; lengths in pixels, the origin is the upper left corner."""
+    """Describes one rectangle of the picture; lengths in pixels, the origin is the upper left corner."""
 
     key: str
     kind: BoxKind
@@ -57,23 +57,23 @@ class Box:
 
     @property
     def middle(self) -> float:
-        """Vertical centre."""
+        """Returns the y coordinate of the centre."""
         return self.y + self.height / 2
 
     @property
     def right(self) -> float:
-        """Right edge."""
+        """Returns the x coordinate of the right edge."""
         return self.x + self.width
 
     @property
     def bottom(self) -> float:
-        """Lower edge."""
+        """Returns the y coordinate of the lower edge."""
         return self.y + self.height
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A PCIe link, from the box at the left straight to the box at the right."""
+    """Describes a drawn PCIe link, a straight line from the box on the left to the box on the right."""
 
     above: Box
     below: Box
@@ -82,7 +82,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bracket:
-    """GPUs and cards that all have the same path to each other."""
+    """Describes a bracket that joins GPUs and NICs with the same path to each other."""
 
     gpus: tuple[str, ...]
     nics: tuple[str, ...]
@@ -95,7 +95,7 @@ class Bracket:
 
 @dataclass(slots=True)
 class Drawing:
-    """Everything that has been placed."""
+    """Holds everything that has been placed in the picture."""
 
     boxes: dict[str, Box] = field(default_factory=dict)
     nvswitches: list[Box] = field(default_factory=list)
@@ -134,7 +134,7 @@ def layout(labels: Labels) -> Drawing:
 
 
 def brackets(labels: Labels) -> list[Bracket]:
-    """Returns which GPUs and cards belong together: all pairs fit for GPUDirect RDMA, else a GPU's nearest cards.
+    """Groups GPUs with NICs: those fit for GPUDirect RDMA by default, or else each GPU's nearest NICs.
 
     Args:
         labels: The machine and its names.
@@ -196,7 +196,7 @@ class _Placer:
         return [self._switch(child, depth) if child in self.switches else self._leaf(child) for child in keys]
 
     def _order(self, key: str) -> tuple[int, bool, str]:
-        """Returns what children are sorted by: GPUs by number, a NIC after the last GPU it is nearest to."""
+        """Returns the sort key of a child: GPUs by number, a NIC after the last GPU it is nearest to."""
         nic = self.leaves.get(key)
         if not isinstance(nic, Nic):
             return self._first_gpu(key), False, key
@@ -209,7 +209,7 @@ class _Placer:
         return max(users, default=MAX_DEVICES), True, key
 
     def _first_gpu(self, key: str) -> int:
-        """Returns the number of a GPU, or the lowest below a switch."""
+        """Returns the number of a GPU, or the lowest number below a switch."""
         if key in self.numbers:
             return self.numbers[key]
         return min((self._first_gpu(child) for child in self.below.get(key, ())), default=MAX_DEVICES)
@@ -234,14 +234,14 @@ class _Placer:
             self.layout.edges.append(Edge(above, child, self._rate(child.key)))
 
     def _rate(self, key: str) -> str:
-        """Returns what is written at the link above a device or switch."""
+        """Returns the label of the link above a device or switch: its rate, `virtual`, or an empty text."""
         pcie = (self.leaves.get(key) or self.switches[key]).pcie
         if pcie is None or self._is_inside_a_chip(key):
             return ""
         return "virtual" if pcie.virtual else gigabytes(pcie_bytes_per_second(pcie))
 
     def _is_inside_a_chip(self, key: str) -> bool:
-        """Whether the link above a switch leads to another part of the same chip, and states a rate that no data meets.
+        """Returns whether the link above a switch is inside its chip, so that the rate it states limits no data.
 
         Source: NCCL src/graph/topo.cc (ncclTopoFlattenBcmSwitches): the parts of a Broadcom PEX are one switch, though
         they show themselves as several with a link of 2.5 GT/s x1 between them.
@@ -323,13 +323,13 @@ class _Placer:
         return placed
 
     def _span(self, keys: Iterable[str]) -> tuple[float, float]:
-        """Returns the upper and lower end of some devices."""
+        """Returns the y coordinates of the upper and lower end of some devices' boxes."""
         boxes = [self.layout.boxes[key] for key in keys]
         return min(box.y for box in boxes), max(box.bottom for box in boxes)
 
 
 def _about(cpu: Cpu) -> list[str]:
-    """Returns what is written on a CPU."""
+    """Returns the lines of text in a CPU's box: its name, socket and maker, cores."""
     maker = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}.get(cpu.vendor or "", cpu.vendor)
     socket = None if cpu.socket is None else f"socket {cpu.socket}"
     cores = f"cores {cpu.cores}" if cpu.cores else None

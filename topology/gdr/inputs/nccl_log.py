@@ -55,13 +55,13 @@ _IB_DEVICES = re.compile(r"NET/IB : Using .*")
 
 @dataclass(slots=True)
 class NcclLog:
-    """Counts and facts from one log."""
+    """Holds the counts and facts from one log, or from the merged logs of several ranks."""
 
     lines: int = 0
     spoken: int = 0
     """Lines that NCCL wrote."""
     other_tool: str = ""
-    """What the file looks like instead, where NCCL wrote none of it; empty where nobody knows."""
+    """Tool that seems to have written the file, if NCCL wrote none of it; empty if NCCL did, or if it is unknown."""
     version: Version | None = None
     is_rccl: bool = False
     """Whether AMD's RCCL wrote it, which speaks as NCCL does."""
@@ -75,11 +75,11 @@ class NcclLog:
     local_channels: int = 0
     """Channels inside a host: peer-to-peer or shared memory."""
     nvlink_channels: int = 0
-    """Those of them over NVLink that may join hosts (P2P/MNNVL)."""
+    """Number of these local channels that go over NVLink and may join hosts (P2P/MNNVL)."""
     hosts_with_local: set[str] = field(default_factory=set)
-    """Hosts with such a channel."""
+    """Hosts with a local channel."""
     warnings: dict[str, KnownWarning | None] = field(default_factory=dict)
-    """Text of a line that warns -> what it means; None where nobody here knows it. The first of each meaning."""
+    """Text of a line that warns -> its meaning, None if unknown. Only the first line of each meaning is kept."""
     hcas: dict[str, bool] = field(default_factory=dict)
     """NIC -> "Enabled for HCA": the NIC could, which proves nothing about use."""
     hca_reasons: set[str] = field(default_factory=set)
@@ -89,7 +89,7 @@ class NcclLog:
     staged_channels: Counter[tuple[int, str]] = field(default_factory=Counter)
     """(rank, send or receive) -> network channels through host memory."""
     socket_channels: int = 0
-    """Those of them that are NET/Socket."""
+    """Number of the channels through host memory that are NET/Socket."""
     far_pairs: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(distance, level), as NCCL numbers them -> lines that say "Disabled" for a GPU and a NIC."""
     near_pairs: int = 0
@@ -104,24 +104,27 @@ class NcclLog:
 
     @property
     def network_channels(self) -> int:
-        """Channels that cross the network, sending and receiving."""
+        """Returns the number of channels that cross the network, sending and receiving."""
         return self.gdr_channels.total() + self.staged_channels.total()
 
     @property
     def hosts_lacking_device(self) -> set[str]:
-        """Hosts that have to leave themselves and found no card; one whose channels are all inside it needs none."""
+        """Returns the hosts that found no RDMA device though they need one: not all their channels are local."""
         inside = self.hosts_with_local - self.hosts_on_network
         return self.hosts_without_device - self.hosts_with_gdr - inside
 
     @property
     def fatal(self) -> tuple[str, KnownWarning] | None:
-        """The first warning that ends a job, with what it means; one that follows from others where it is alone."""
+        """Returns the first warning that ends a job and its meaning; None if there is none.
+
+        A warning that follows from other errors is returned only if no other one ends the job.
+        """
         found = [(text, known) for text, known in self.warnings.items() if known is not None and known.ends_job]
         return min(found, key=lambda each: each[1].kind == "follows", default=None)
 
     @property
     def reasons(self) -> list[str]:
-        """Every reason that the log gives for not using GPUDirect RDMA, as a sentence."""
+        """Returns every reason that the log gives for not using GPUDirect RDMA, a sentence each."""
         disabled = [name for name, able in self.hcas.items() if not able]
         why = f" ({', '.join(sorted(self.hca_reasons))})" if self.hca_reasons else ""
         found = [f"Disabled for HCA {', '.join(disabled[:8])}{why}: no way to register GPU memory"] if disabled else []
@@ -134,7 +137,7 @@ class NcclLog:
 
     @property
     def switched_off(self) -> str:
-        """The variable that the log names and that keeps NCCL from RDMA, with its value; empty where there is none.
+        """Returns the variable in the log that keeps NCCL from RDMA, as `NAME=value`; empty if there is none.
 
         Source: NCCL user guide, NCCL_IB_DISABLE, NCCL_NET, NCCL_NET_PLUGIN, NCCL_IB_HCA.
         """
@@ -152,7 +155,7 @@ def parse_nccl_log(lines: Iterable[str]) -> NcclLog:
     """Reads log lines of any NCCL version, of one rank or of many mixed together.
 
     Args:
-        lines: Those that say nothing of interest may be empty.
+        lines: Lines of the log; lines without interest may be passed as empty strings, so that they still count.
 
     Source: NCCL src/transport/net.cc (channel lines), src/graph/topo.cc (HCA line), src/graph/paths.cc (reason line,
     path tables), src/transport/net_ib (device line, ACS hint).
@@ -174,7 +177,7 @@ def read_nccl_log(path: Path, say: Callable[[str], None] = lambda _: None) -> Nc
 
     Args:
         path: A regular file.
-        say: Is told now and then how much has been read.
+        say: Function that is called now and then with a line about the progress.
 
     Raises:
         OSError: The file cannot be read.
@@ -194,7 +197,7 @@ def read_nccl_log(path: Path, say: Callable[[str], None] = lambda _: None) -> Nc
 
 
 def merged_logs(logs: Sequence[NcclLog]) -> NcclLog | None:
-    """One log of the logs that ranks wrote each for itself; None of none."""
+    """Merges the logs that ranks wrote each for itself into a new one; None if `logs` is empty."""
     if not logs:
         return None
     whole = NcclLog()
@@ -228,7 +231,7 @@ def merged_logs(logs: Sequence[NcclLog]) -> NcclLog | None:
 
 
 def _nearer(one: str | None, other: str | None) -> str | None:
-    """The nearer of two path types; None is unknown."""
+    """Returns the nearer of two path types; an unknown one (None) is ignored."""
     if one is None or other is None:
         return one or other
     return one if within(one, other) else other
@@ -289,19 +292,19 @@ def _read_line(log: NcclLog, line: str) -> None:
 
 
 def _host(line: str) -> str:
-    """Whose line it is."""
+    """Returns the name of the host that wrote a line; empty if the line does not begin with it."""
     match = _HOST.search(line)
     return match[1] if match else ""
 
 
 def _keep_warning(log: NcclLog, text: str, known: KnownWarning | None) -> None:
-    """Keeps the first line of each meaning: every rank repeats it."""
+    """Adds a warning to the log unless its meaning is in there already, as every rank repeats it."""
     if len(log.warnings) < _MAX_WARNINGS and not (known is not None and known in log.warnings.values()):
         log.warnings.setdefault(text, known)
 
 
 def _read_hca(log: NcclLog, match: re.Match[str]) -> None:
-    """A NIC that NCCL can or cannot register GPU memory with; for sockets it says so of each interface."""
+    """Stores whether NCCL can register GPU memory with a NIC; for sockets, only that the network is Socket."""
     network, verb, name, reason = match.groups()
     if network == "Socket":
         log.networks.add(network)
@@ -313,7 +316,7 @@ def _read_hca(log: NcclLog, match: re.Match[str]) -> None:
 
 
 def _read_path_table(log: NcclLog, line: str) -> None:
-    """A row `NET/0 :GPU/3000 (4/16.0/SYS) ...`, or the mirror image that begins with GPU."""
+    """Reads a row of NCCL's path table, `NET/0 :GPU/3000 (4/16.0/SYS) ...` or its mirror image that begins with GPU."""
     head = _PATH_LINE.search(line)
     if head is None:
         return

@@ -11,14 +11,14 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class KnownWarning:
-    """One line of a log that names a cause.
+    """Describes a kind of log line that names a cause.
 
     Attributes:
-        pattern: Found in the line.
-        cause: What it means.
-        fix: What to look at or type; it holds where the cause does.
-        source: Where cause and fix can be read.
-        kind: `ends`: the job does not survive it; `follows`: it follows from another error, and counts where nothing
+        pattern: Regular expression that such a line contains.
+        cause: Meaning of the line in plain words.
+        fix: Advice: a command that shows or repairs the cause.
+        source: Public page or source file that explains cause and fix.
+        kind: `ends`: the job does not survive it; `follows`: it follows from another error, and counts only if nothing
             else is in the log; `gdr`: it explains why GPUDirect RDMA is not used; `remark`: the job goes on.
     """
 
@@ -30,7 +30,7 @@ class KnownWarning:
 
     @property
     def ends_job(self) -> bool:
-        """Whether the job does not survive it."""
+        """Returns whether the job does not survive it."""
         return self.kind in ("ends", "follows")
 
 
@@ -292,14 +292,14 @@ _SPEAKS = re.compile(rf"{SPEAKS}|NET/OFI .*(?:ailed|ould)")
 
 
 def read_warning(line: str) -> tuple[str, KnownWarning | None] | None:
-    """What a line of a log warns of.
+    """Recognizes a line of a log that warns of something.
 
     Args:
-        line: Without colours.
+        line: A line without terminal escapes.
 
     Returns:
-        The text of the line and its entry in the table, None where nobody here knows it; None for lines that warn of
-        nothing.
+        (text of the message, its entry in `KNOWN_WARNINGS`, or None if it has none); None instead of the pair for a
+        line that warns of nothing.
     """
     if not _SPEAKS.search(line) or not (match := _MESSAGE.search(line)):
         return None

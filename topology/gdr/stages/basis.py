@@ -69,10 +69,10 @@ HOLDS = {
 
 
 def source_of(check: GdrCheck) -> str:
-    """Where it is written what a check looks for and how it is mended: the `Source:` of its docstring, in one line.
+    """Returns the source of a check and its fix: the `Source:` of its docstring, on one line; empty without one.
 
     Args:
-        check: With such a docstring.
+        check: A check of the checklist.
     """
     words = inspect.getdoc(check.function) or ""
     return " ".join(words.partition("Source: ")[2].split()).removesuffix(".")

@@ -143,7 +143,7 @@ def gpu_link(host: Host) -> Finding:
 
 
 def _most_lanes(host: Host, bus_id: str) -> int | None:
-    """Lanes that a function and the port above it have in common."""
+    """Returns the most lanes that a function and the port above it both have."""
     function = host.tree.functions[bus_id]
     port = host.tree.functions.get((function.parents or ("",))[0]) if function.parents else None
     widths = [width for width in (function.max_width, port.max_width if port else None) if width]

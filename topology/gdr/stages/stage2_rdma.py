@@ -65,7 +65,7 @@ def devices_of_hardware(host: Host) -> Finding:
 
 
 def _unmatched(names: list[str]) -> Finding:
-    """RDMA devices are there whose PCI functions are not: a part of /sys was mounted."""
+    """Returns an UNKNOWN finding for RDMA devices without a visible PCI function: only a part of /sys was mounted."""
     found = f"{', '.join(names[:8])} cannot be matched to a PCI function"
     return unknown(found, "run on the host, or mount (capture) all of /sys, its links too")
 
@@ -79,7 +79,7 @@ supported instance types."""
 
 
 def _with_efa(host: Host) -> str | None:
-    """The type of this EC2 instance, where it can have EFA."""
+    """Returns the type of this EC2 instance if it can have EFA; None for others and for other machines."""
     vendor = host.files.text("sys/class/dmi/id/sys_vendor") or ""
     kind = host.files.text("sys/class/dmi/id/product_name") or ""
     return kind if vendor == "Amazon EC2" and _EFA_KINDS.match(kind) else None
@@ -163,7 +163,7 @@ def port_state(host: Host) -> Finding:
 
 
 def _state_of(host: Host, bus_id: str) -> Finding:
-    """Whether NCCL can use a card, in words."""
+    """Judges whether NCCL can use a NIC: FAIL if no port is ACTIVE, else PASS, with the state of each port."""
     nic = next(nic for nic in host.nics if nic.bus_id == bus_id)
     states = ", ".join(f"{port.number} {port.state}" for port in nic.ports)
     if nic.down:
@@ -176,14 +176,17 @@ def _fastest(nic: RdmaNic) -> float:
 
 
 def half_ports(host: Host) -> list[tuple[RdmaNic, ...]]:
-    """NICs that are one card's two ways to one port, as on DGX Spark: each has a part of the PCIe lanes it needs.
+    """Finds NICs that are two halves of one port, as on DGX Spark: each has a part of the PCIe lanes it needs.
 
     Such functions have the card's one system image GUID and the same function number, in different slots, and both
     state the whole port's rate. Source: geerlingguy/sbc-reviews issue 92 (GB10: `rocep1s0f0` and `roceP2p1s0f0`, both
     MT4129 with a rate of 200); NVIDIA, ConnectX-7 adapter cards user manual, Socket Direct.
 
     Args:
-        host: The machine.
+        host: The machine as it was read.
+
+    Returns:
+        A tuple of NICs for each such port.
     """
     groups: dict[tuple[str, str], list[RdmaNic]] = {}
     for nic in host.nics:
@@ -204,7 +207,12 @@ def half_ports(host: Host) -> list[tuple[RdmaNic, ...]]:
 
 
 def _halves_in_use(host: Host, halves: list[tuple[RdmaNic, ...]]) -> Finding:
-    """Whether both halves of each port have an address, and NCCL is let use both."""
+    """Judges whether both halves of each port have an address and are allowed by NCCL_IB_HCA.
+
+    Args:
+        host: The machine as it was read.
+        halves: Result of `half_ports`, not empty.
+    """
     value = host.setting("NCCL_IB_HCA")
     words = []
     for group in halves:

@@ -120,7 +120,7 @@ def iommu(host: Host) -> Finding:
 
 
 def domain_type(host: Host, function: PciFunction) -> str | None:
-    """Domain type of a function's IOMMU group; `none` outside every group, None where it cannot be seen."""
+    """Returns the domain type of a function's IOMMU group; `none` outside every group, None if it cannot be read."""
     if function.iommu_group is None:
         return "none"
     return host.files.text(f"sys/kernel/iommu_groups/{function.iommu_group}/type")
@@ -163,7 +163,7 @@ def _redirect(host: Host, bridge: str) -> tuple[str, ...] | None:
 
 
 def _registers(host: Host, read: Callable[[ConfigSpace], bool | None]) -> tuple[list[str], bool]:
-    """NICs for which a register is bad, and whether every NIC's register is known."""
+    """Returns the NICs for which a register is bad, and whether every NIC's register is known."""
     values = {nic.name: read(nic.function.config) if nic.function.config else None for nic in host.nics}
     return [name for name, good in values.items() if good is False], bool(values) and None not in values.values()
 
@@ -185,7 +185,7 @@ def address_translation(host: Host) -> Finding:
 
 
 def _ats_fix(host: Host, names: list[str]) -> str:
-    """Return the fix for the maker of the NICs: NVIDIA's tool works with NVIDIA's NICs only."""
+    """Returns the fix for the maker of the NICs: NVIDIA's tool works with NVIDIA's NICs only."""
     makers = {nic.function.vendor for nic in host.nics if nic.name in names}
     if makers <= {MELLANOX}:
         return "mlxconfig -d NIC set ATS_ENABLED=1 on the host, reboot"
@@ -195,7 +195,7 @@ def _ats_fix(host: Host, names: list[str]) -> str:
 
 
 def _ats(config: ConfigSpace) -> bool | None:
-    """The state of ATS: without the capability it is as good as off."""
+    """Returns whether ATS is on: False also without the capability, None if it cannot be read."""
     return False if config.ats_enabled is None and config.extended else config.ats_enabled
 
 
@@ -290,7 +290,12 @@ def _below(function: PciFunction) -> bool:
 
 
 def _port_slow(port: PciFunction, links: dict[str, PciFunction]) -> bool:
-    """A port that is wider than the card below it is no fault: it counts only when it is the bottleneck."""
+    """Returns whether a bridge's port is slower than every NIC on the way, and so the bottleneck; False if unknown.
+
+    Args:
+        port: The port's function, with its current link.
+        links: Functions on the way from NIC to GPU; only its NICs count.
+    """
     rates = [
         pcie_gigabits(f.current_gigatransfers, f.current_width)
         for f in links.values()

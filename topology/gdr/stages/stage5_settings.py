@@ -61,7 +61,7 @@ def rdma_switched_off(host: Host) -> Finding:
 
 
 def _shown(host: Host, name: str) -> str:
-    """`NAME=value (from where)`."""
+    """Returns a variable in force as `NAME=value (where it was set)`."""
     found = (host.settings or {})[name]
     return f"{name}={shortened(found.value, 80)} ({found.source})"
 
@@ -104,7 +104,13 @@ _OVER_C2C = (
 
 
 def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, str] | None:
-    """What is odd about the variables, and the fix."""
+    """Returns (what is odd about the variables of GPUDirect RDMA, its fix), or None if nothing is odd.
+
+    Args:
+        host: The machine as it was read.
+        value: Value of NCCL_NET_GDR_LEVEL; None if it is not set.
+        level: Name of the level in force.
+    """
     for old in ("NCCL_IB_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"):
         if value is None and host.setting(old) is not None:
             return (
@@ -182,7 +188,7 @@ def left_over_debugging(host: Host) -> Finding:
 
 
 def _needs_no_peer_to_peer(host: Host) -> str:
-    """Why transfers between GPUs of this host may hang, so that switching them off is right; empty where none shows.
+    """Returns why transfers between GPUs of this host may hang, so that it is right to turn them off; empty if unseen.
 
     Source: NCCL user guide, Troubleshooting, PCI Access Control Services; rtx6kpro issue 15 (local-inference-lab).
     """

@@ -122,12 +122,18 @@ def nccl_log(host: Host) -> Finding:
 
 
 def _for_vendor(log: NcclLog, fix: str) -> str:
-    """The fix, or AMD's where RCCL wrote the log and the fix is for NVIDIA's driver."""
+    """Returns the fix, or AMD's in its place if RCCL wrote the log and the fix is for NVIDIA's driver."""
     return _RCCL_FIX if log.is_rccl and _OF_NVIDIA.search(fix) else fix
 
 
 def _with_warning(finding: Finding, text: str, known: KnownWarning | None) -> Finding:
-    """The finding with a warning of the log that explains nothing of it: what passed is then a warning."""
+    """Adds an unrelated warning of the log to a finding; one that is neither FAIL nor WARN becomes WARN.
+
+    Args:
+        finding: Result from the channel lines.
+        text: Text of the warning.
+        known: Meaning of the warning; None if unknown.
+    """
     said = f"{finding.text}; but NCCL warned: {shortened(text)}" + (f" ({known.cause})" if known else "")
     if finding.outcome in (CheckOutcome.FAIL, CheckOutcome.WARN):
         return replace(finding, text=said)
@@ -135,8 +141,9 @@ def _with_warning(finding: Finding, text: str, known: KnownWarning | None) -> Fi
 
 
 def _by_channels(host: Host, log: NcclLog) -> Finding:
-    """What the lines about channels prove, or why there are none."""
+    """Judges the log's lines about channels: GDRDMA, staged through the host, sockets, or none at all."""
     fix = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH; then the first failed check above"
+    # No network was used: NVLink between hosts needs none; channels inside one host prove nothing.
     if log.nvlink_channels and not log.network_channels and len(log.hosts_with_local) > 1:
         hosts = len(log.hosts_with_local)
         return informed(
@@ -149,6 +156,7 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
             f"all {log.local_channels} channels in the log are inside a host: no network was used{between}",
             "give the log of a job on two hosts, or --prove",
         )
+    # TCP sockets in place of RDMA: on all hosts, or on those that found no device.
     sockets = log.network_channels and log.socket_channels == log.network_channels
     lacking = log.hosts_lacking_device
     if log.networks == {"Socket"} or lacking or sockets:
@@ -160,6 +168,7 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
         return failed("; ".join([said, *off, *log.reasons]), _sockets(log))
     if not log.network_channels:
         return _without_channels(log, fix)
+    # No channel, or only some channels, with GPUDirect RDMA.
     if not log.gdr_channels:
         reasons = "; ".join(log.reasons) or _path_words(log)
         if no_gpu_has_gdr(host):
@@ -175,6 +184,7 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
         found = f"{log.gdr_channels.total()} of {log.network_channels} channels use GDRDMA: {', '.join(staged[:6])}"
         over = [f"{log.socket_channels} are NET/Socket"] if log.socket_channels else []
         return warned("; ".join([found, *over, *log.reasons]), fix)
+    # All channels with GPUDirect RDMA, which is a proof only if the log shows both directions.
     unseen = [way for way in ("send", "receive") if all(other != way for _, other in log.gdr_channels)]
     if unseen:
         return unknown(
@@ -190,7 +200,7 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
 
 
 def _sockets(log: NcclLog) -> str:
-    """What to do where sockets are used: what a plug-in's own note asks for comes first."""
+    """Returns the fix for sockets: an NCCL_IB_HCA that matches nothing, a plug-in's own note, else the variable."""
     name, _, value = log.switched_off.partition("=")
     if name == "NCCL_IB_HCA":
         return f"name cards that exist and are up in place of {value}: ibv_devices; or one run without NCCL_IB_HCA"
@@ -198,14 +208,14 @@ def _sockets(log: NcclLog) -> str:
 
 
 def _notes(log: NcclLog) -> str:
-    """What the first note of a plug-in, or warning, asks for; empty where there is none."""
+    """Returns the fix and source of the first known warning that is more than a remark; empty if there is none."""
     known_ones = [known for known in log.warnings.values() if known is not None and known.kind != "remark"]
     found = (f"{known.fix} [{known.source}]" for known in known_ones)
     return next(found, "")
 
 
 def _without_channels(log: NcclLog, fix: str) -> Finding:
-    """A log without channel lines of a network: it may still say that NCCL cannot, or will not."""
+    """Judges a log without lines about network channels: it may still say that NCCL cannot or will not use GDR."""
     if not log.spoken and not log.network_channels:
         tool = f"; it looks like {log.other_tool}" if log.other_tool else ""
         found = f"{log.lines} lines, none of them NCCL's{tool}" if log.lines else "the file is empty"
@@ -226,7 +236,7 @@ def _without_channels(log: NcclLog, fix: str) -> Finding:
 
 
 def _level_fix(log: NcclLog) -> str:
-    """What to do about pairs that are too far: first what lowered the level, if anything did."""
+    """Returns the fix for pairs that are too far: to unset a level below the default, else to use nearer NICs."""
     level = log.overrides.get("NCCL_NET_GDR_LEVEL")
     if level is not None and not within("PXB", (parse_level(level) or "SYS")):
         return without_level("PXB")
