@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 StateValue = Tensor | int | float | str
-"""What an entry of a state may be."""
+"""Type of a value in a state dict."""
 StateDict = dict[str, StateValue]
 """Flat and plain, so that `torch.load(weights_only=True)` and torch.distributed.checkpoint accept it."""
 
 
 class Work(Protocol):
-    """A collective that has been issued and may still be under way."""
+    """A collective that has been issued and may still be in flight."""
 
     def wait(self) -> None:
         """Returns when the result may be read (on CUDA: by work queued later on the current stream).
@@ -53,16 +53,16 @@ class Collective:
     source) of one shape; the r-th of `size` equal parts of `source` goes to rank r. `all_gather`: (output, source);
     `output` (numel = size * source.numel()) receives every rank's `source`, in rank order."""
     bounds: tuple[int, ...] = ()
-    """Where the ranks' parts are unequal: rank r's rows (along dim 0) of what all ranks have together are
-    `bounds[r]:bounds[r + 1]`. `all_to_all`: of `source`; `output` (size times the rows of this rank's part) receives
-    this rank's part from every rank, in rank order. `all_gather`: of `output`; `source` is this rank's part."""
+    """Unequal parts of the ranks: part r is the rows `bounds[r]:bounds[r + 1]` (dim 0); empty for equal parts.
+    `all_to_all`: parts of `source`; `output` (size times the rows of this rank's part) receives this rank's part from
+    every rank, in rank order. `all_gather`: parts of `output`; `source` is this rank's part."""
     as_ring: bool = False
-    """Whether an all_reduce that its caller takes apart, for parts that are unequal, is to have the bits that the
-    transport's own all_reduce gives."""
+    """True if an all_reduce over unequal parts, which the caller carries out as several collectives, must give the same
+    bits as the transport's own all_reduce."""
 
 
 Request = Collective | tuple[Collective, ...]
-"""What a compressor yields: one collective, or several that may be under way together."""
+"""Value that a compressor yields: one collective, or several that may be in flight together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Member:
     size: int
     """Number of ranks."""
     shares: tuple[int, ...] = ()
-    """How much of what they exchange each rank owns, where their links differ, in any measure; empty: equal parts."""
+    """Weight of the part that each rank owns in an exchange, if their links differ in rate; empty for equal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Slice:
     parameter_start: int
     """First element of the run within the flattened parameter."""
     start: int
-    """Where the run begins in the flat tensor."""
+    """First element of the run in the flat tensor."""
     numel: int
     """Elements in the run; smaller than the parameter where a shard boundary cuts it."""
 
@@ -105,7 +105,7 @@ _knowing = threading.Lock()
 
 @dataclass(frozen=True, slots=True, eq=False, init=False, weakref_slot=True)
 class Layout:
-    """Which parameter lies where in a flat tensor: ascending slices without gaps or overlaps.
+    """Places of parameters in a flat tensor: ascending slices without gaps or overlaps.
 
     Layouts of equal slices are one object. They are the keys of a compressor's tables, looked up several times for each
     bucket: so no slice is hashed or compared again.
@@ -134,7 +134,7 @@ class Layout:
         return self.slices[-1].stop if self.slices else 0
 
     def cut(self, start: int, stop: int) -> "Layout":
-        """The layout of `flat[start:stop]`: the same object every time."""
+        """Returns the layout of `flat[start:stop]`; the same object at every call."""
         found = self._cuts.get((start, stop))
         if found is None:
             found = self._cuts[start, stop] = Layout(tuple(self._pieces(start, stop)))
@@ -171,11 +171,11 @@ def even_bounds(numel: int, parts: int, align: int = 1) -> tuple[int, ...]:
 
 
 def weighted_bounds(numel: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Cuts `numel` elements in proportion to some shares.
+    """Cuts `numel` elements into runs whose lengths are in proportion to `shares`.
 
     Args:
-        numel: Elements.
-        shares: Whole numbers >= 0, not all 0.
+        numel: Number of elements.
+        shares: Weight of each run, an integer >= 0; not all are 0.
 
     Returns:
         `len(shares) + 1` ascending offsets from 0 to `numel`.
@@ -185,7 +185,7 @@ def weighted_bounds(numel: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def equal_bounds(numel: int, parts: int, align: int) -> tuple[int, ...]:
-    """Cuts `numel` elements into runs of one length, a multiple of `align`; the last has what is left besides.
+    """Cuts `numel` elements into `parts` runs of equal length, a multiple of `align`; the last one takes the remainder.
 
     NCCL's reduce_scatter and all_gather take equal slices: then one call moves all but the rest.
 
@@ -252,49 +252,50 @@ class Planned:
 
     @property
     def has_owners(self) -> bool:
-        """Whether payloads go to owners of parts, who send their sum to all (two_stage.py)."""
+        """True if payloads are sent to the owners of parts, which send the sums back to all ranks (two_stage.py)."""
         return False
 
     @property
     def by_element(self) -> bool:
-        """Whether the result for an element goes by nothing but what the ranks have of it, and nothing is kept of it.
+        """True if an element's result depends only on the ranks' values of it, and no state of it is kept.
 
-        Then a bucket may be cut anywhere, and another way in every start.
+        Then a bucket may be cut anywhere, and at other places in each start of the job.
         """
         return False
 
     def parts(self, layout: Layout) -> "list[tuple[Compressor, Layout]]":
-        """The compressors of a shard, and which of its parameters each gets."""
+        """Returns (compressor, layout of the parameters that it gets) for each compressor of a shard."""
         return [(cast("Compressor", self), layout)]
 
     def every(self) -> "tuple[Compressor, ...]":
-        """The compressors that it is made of."""
+        """Returns all compressors that it consists of; itself if it consists of no others."""
         return (cast("Compressor", self),)
 
     def shared(self) -> Sequence[Any]:
-        """Stores that hold the same in all nodes, because payloads are decoded with it: made of averages alone.
+        """Returns the stores whose values must be equal on all nodes, because payloads are decoded with them.
 
         Returns:
-            `ElementStore`s (compressors/residual.py).
+            `ElementStore`s (compressors/residual.py), computed from averages alone; empty if there are none.
         """
         return ()
 
     def residual_square(self) -> float:
-        """Return the squared norm of this rank's residuals. Blocks until the device is done; changes nothing."""
+        """Returns the squared norm of this rank's residuals. Blocks until the device is done; changes nothing."""
         return 0.0
 
     def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
-        """Is called before `end_step`, with what has travelled in the step; on all ranks alike.
+        """Tells the compressor what was exchanged in the step; called before `end_step`, on all ranks alike.
 
         Args:
-            transfers: All ranks' layouts, not this one's alone.
-            finite: As for `end_step`. Where the device says it, it counts from the end of the next step on, for those
-                that have then not been taken back.
-            left_alone: Parameters whose averages nobody takes: what is stored of them stays, whatever was staged.
+            transfers: Layouts that were exchanged, those of all ranks.
+            finite: As for `end_step`. A tensor takes effect at the end of the next step, unless the step was retracted
+                until then.
+            left_alone: Names of parameters whose averages are not used: their stored state is kept, and what was
+                staged of them is dropped.
         """
 
     def report_lines(self) -> list[str]:
-        """What it says of itself in reports, a line each."""
+        """Returns lines for reports about what the compressor has done so far; empty for none."""
         return []
 
 
@@ -312,7 +313,7 @@ class _OfAnother(Planned):
 
 
 def planned(compressor: "Compressor") -> Planned:
-    """Return the `Planned` interface of a compressor, with default answers if it has none."""
+    """Returns the `Planned` interface of a compressor, with default answers if it has none."""
     return compressor if isinstance(compressor, Planned) else _OfAnother(compressor)
 
 
@@ -329,13 +330,13 @@ class Compressor(Protocol):
     """
 
     name: str
-    """What the user writes: `compressor="onebit"`."""
+    """Name by which the user chooses it: `compressor="onebit"`."""
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """Cuts a bucket into shards: PowerSGD between whole matrices, block codecs at block boundaries.
 
         Args:
-            layout: Of the bucket.
+            layout: Layout of the bucket.
             parts: Number of shards.
 
         Returns:
@@ -408,8 +409,8 @@ class Compressor(Protocol):
         """Removes and returns the state of the elements of `layout`.
 
         Args:
-            layout: Of a bucket or a part of one.
-            device: Where the result shall be.
+            layout: Layout of a bucket or a part of one.
+            device: Device of the result.
 
         Returns:
             2-D float32 (rows, layout.numel), zero where this rank has no state; the number of rows depends on the
@@ -450,7 +451,7 @@ class Compressor(Protocol):
 
 
 def check_finite(finite: bool | Tensor) -> None:
-    """Refuses what `Compressor.end_step` cannot decide by.
+    """Refuses a value of `finite` that `Compressor.end_step` does not accept.
 
     Raises:
         TypeError: `finite` is a tensor, but no 0-dim bool one.
@@ -463,7 +464,7 @@ def check_finite(finite: bool | Tensor) -> None:
 
 
 def check_factor(factor: float | Tensor) -> None:
-    """Refuses what `Compressor.rescale` cannot multiply by.
+    """Refuses a value of `factor` that `Compressor.rescale` does not accept.
 
     Raises:
         TypeError: `factor` is a tensor, but no 0-dim float32 or float64 one.
@@ -482,7 +483,7 @@ def refuse_capture(name: str) -> None:
     replayed graph would repeat the captured step's decisions.
 
     Args:
-        name: Of the compressor.
+        name: Name of the compressor, for the message.
 
     Raises:
         RuntimeError: The current stream is being captured.
@@ -495,7 +496,7 @@ def refuse_capture(name: str) -> None:
 
 
 def check_gradient(flat: Tensor) -> None:
-    """Refuses what no compressor can compress.
+    """Refuses a tensor that no compressor can compress.
 
     Raises:
         TypeError: `flat` is complex or of an integer dtype.

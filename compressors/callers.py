@@ -1,4 +1,4 @@
-"""Whose line a call comes from, where torch, Python and gradwire lie between; and warnings that name the user's."""
+"""Finds the line of the user's script from which a call came through torch and gradwire, and warns with that line."""
 
 import importlib.util
 import sys
@@ -11,39 +11,39 @@ from types import FrameType
 
 _PACKAGE = Path(__file__).parents[1]
 _OURS = tuple(folder.resolve() for folder in (_PACKAGE, *_PACKAGE.iterdir()) if folder.is_dir())
-"""All of gradwire: in a checkout the package links to most of its folders."""
+"""Folders of gradwire, with links resolved: in a checkout the package links to most of them."""
 _PROGRAMS = tuple((_PACKAGE / name).resolve() for name in ("bench", "cli"))
-"""Those of gradwire's folders that call the others, as a training script does."""
+"""Folders of gradwire whose files count as the user's: programs that call gradwire as a training script does."""
 
 
 @cache
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's nor Python's own nor gradwire's; its programs are scripts like any other.
+    """Returns whether a file is the user's: not torch's, Python's or gradwire's, except gradwire's own programs.
 
     Args:
-        file: As a code object names it.
+        file: Path of an existing file, as in `co_filename`; anything else (`<string>`) returns False.
     """
     path = Path(file)
     return path.exists() and not _is_in(path, _libraries()) and (not _is_in(path, _OURS) or _is_in(path, _PROGRAMS))
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of a stack that is the user's own; None where none is.
+    """Returns the innermost frame of a stack that is the user's; None if there is none.
 
     Args:
-        frame: The innermost one; None gives None.
+        frame: Innermost frame of the stack; None for an empty stack.
     """
     return next((each for each in _outwards(frame) if is_users(each.f_code.co_filename)), None)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points at the line of the user's script from which gradwire was called.
+    """Issues a warning that points at the line of the user's script from which gradwire was called.
 
     If no frame of this thread is the user's, the warning points at the thread's outermost frame. Since Python 3.12
     `warnings.warn(skip_file_prefixes=...)` does the same.
 
     Args:
-        text: What is wrong and what to do; `gradwire: ` is put before it.
+        text: Problem and remedy; gets the prefix `gradwire: ` unless it begins with `gradwire`.
         category: Class of the warning.
     """
     frames = [*_outwards(sys._getframe(1))]
@@ -56,6 +56,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields the frames of a stack from `frame` to the outermost one."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -67,7 +68,7 @@ def _is_in(path: Path, folders: tuple[Path, ...]) -> bool:
 
 @cache
 def _libraries() -> tuple[Path, ...]:
-    """Python's own folder and torch's, which commands do without."""
+    """Returns the folders of Python's standard library and of torch; without torch, which commands do not need, one."""
     torch = importlib.util.find_spec("torch")
     files = (threading.__file__, None if torch is None else torch.origin)
     return tuple(Path(file).resolve().parent for file in files if file is not None)

@@ -1,4 +1,4 @@
-"""The compiled part, `gradwire._native` (csrc/cpu), for all modules that call it, with errors that say what to do.
+"""Imports the compiled part, `gradwire._native` (csrc/cpu), for all modules that call it; errors name the remedy.
 
 The wheel `py3-none-any` has no compiled part, a checkout has one only after `pip install -e .`, and one that was built
 from other sources is refused.
@@ -12,7 +12,7 @@ _INSTALL = "in a checkout of gradwire, with a C++ compiler: `pip install .`; or 
 
 
 def _hidden_installation() -> Path | None:
-    """Return the folder of an installed, compiled gradwire that the imported one hides; None if there is none."""
+    """Returns the folder of an installed, compiled gradwire that the imported one hides; None if there is none."""
     try:
         installed = metadata.distribution("gradwire")
     except metadata.PackageNotFoundError:
@@ -27,6 +27,7 @@ def _hidden_installation() -> Path | None:
 
 
 def _missing() -> str:
+    """Returns why there is no compiled part, and what to do."""
     if (hidden := _hidden_installation()) is not None:
         return (
             f"the folder {_FOLDER}, which has no compiled part, hides the gradwire that is installed in {hidden}: "
@@ -50,7 +51,7 @@ except ImportError as error:
 __all__ = ["native"]
 
 _INTERFACE = 5
-"""Version of payloads' bytes, functions and parameters, as these files know them; csrc/cpu/bind.cpp has the same."""
+"""Version of the functions, their parameters and the payloads' bytes; csrc/cpu/bind.cpp must have the same number."""
 
 if (_compiled := getattr(native, "INTERFACE", None)) != _INTERFACE:  # one built before there were numbers has none
     raise RuntimeError(

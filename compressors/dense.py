@@ -1,4 +1,4 @@
-"""The compressor "none": an exact all-reduce, with a momentum for use beside a lossy compressor."""
+"""The compressor "none": an exact all-reduce, and optionally a momentum, for parameters beside a lossy compressor."""
 
 from collections.abc import Collection, Iterator
 
@@ -24,9 +24,9 @@ class Dense(Stateful):
     """An exact sum in float32.
 
     Args:
-        momentum: Folds in u = momentum * u + gradient first: for biases beside a compressor that takes over the
-            optimizer's momentum. 0 folds in none.
-        nesterov: Sends gradient + momentum * u instead of u.
+        momentum: Factor of a momentum that is applied before the sum, u = momentum * u + gradient: for biases beside a
+            compressor that takes over the optimizer's momentum. 0 applies none.
+        nesterov: Whether to send gradient + momentum * u instead of u.
 
     Raises:
         ValueError: `momentum` is out of range.
@@ -75,7 +75,7 @@ class Dense(Stateful):
 
 
 class WideSum(Dense):
-    """The sum of float16 and bfloat16 gradients in float32, for the option `sum_dtype`."""
+    """Sums float16 and bfloat16 gradients in float32, for the option `sum_dtype`."""
 
     is_sum = True
 
@@ -85,10 +85,10 @@ class WideSum(Dense):
 
     @property
     def by_element(self) -> bool:
-        """See `Planned.by_element`: owners by the links' rates are for sums in the dtype of the buckets."""
+        """See `Planned.by_element`: False, because owners by the links' rates need sums in the buckets' own dtype."""
         return False
 
     @property
     def dtypes(self) -> Collection[torch.dtype]:
-        """See `Planned.dtypes`: those that are widened."""
+        """See `Planned.dtypes`: float16 and bfloat16, which are widened."""
         return torch.float16, torch.bfloat16

@@ -34,17 +34,17 @@ WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 INDEX_NBYTES = 4
 """Bytes of an index, an int32."""
 WINDOW = 1 << 16
-"""Elements of a shard whose places differ in two bytes alone."""
+"""Elements whose places in a shard differ only in the lower two bytes."""
 
 
 class DGC(Stateful):
     """The compressor "dgc".
 
     Args:
-        inner: Whose codec the values are sent with: "dgc+int4". Its compression error stays in the total. None sends
-            them as `value_dtype` says.
+        inner: Compressor whose codec encodes the values: "dgc+int4". The compression error stays in the total. None
+            sends the values in `value_dtype`.
         density: Share of each parameter's elements that is sent, 0 < density <= 1; at least one element is.
-        momentum: Of the momentum correction; the optimizer runs without.
+        momentum: Factor of the momentum correction; the optimizer then runs without momentum.
         nesterov: Nesterov's momentum instead of the heavy ball.
         clip_norm: Clips each parameter's local gradient to this norm times group size^-1/2 before it is accumulated;
             0 clips nothing.
@@ -84,7 +84,7 @@ class DGC(Stateful):
 
     @property
     def current_density(self) -> float:
-        """Density of this step: the warm-up's, where it is higher, then `density`."""
+        """Density of this step: the larger of the warm-up's and `density`; `density` after the warm-up."""
         if self.step >= self.warmup_steps:
             return self.density
         stage = self.step * len(WARMUP_DENSITIES) // self.warmup_steps
@@ -95,7 +95,7 @@ class DGC(Stateful):
         return equal_bounds(layout.numel, parts, SHARD_ALIGN)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
-        """See `Compressor.wire_nbytes`; of the current step's density."""
+        """See `Compressor.wire_nbytes`; for the current step's density."""
         if self._is_sent_dense(group_size):
             return round(2 * (group_size - 1) / group_size * 4 * layout.numel)
         count = sum(self._count(item) for item in layout.slices)
@@ -133,7 +133,16 @@ class DGC(Stateful):
     def _exchange_encoded(
         self, shard: Tensor, layout: Layout, group: Member, indices: Tensor, values: Tensor, inner: TwoStage
     ) -> Iterator[Collective]:
-        """Sends the values through a codec; all ranks decode all payloads, in the order of the ranks."""
+        """Encodes the selected values, gathers all ranks' payloads, and replaces `shard` by their sum in rank order.
+
+        Args:
+            shard: 1-D float32, overwritten with the sum.
+            layout: Layout of the shard.
+            group: The ranks to sum over.
+            indices: (k) int32, places of the selected elements, ascending.
+            values: (k) float32, the selected totals.
+            inner: Compressor whose codec encodes the values; the compression error goes into the staged total.
+        """
         inner.step = self.step
         codec: PieceCodec = inner.codec_for(layout, group.rank)
         encoded = torch.empty(codec.wire_nbytes(values.numel()), dtype=torch.uint8, device=shard.device)
@@ -155,19 +164,24 @@ class DGC(Stateful):
         self.fields["total"].pour(shard, layout)
 
     def _is_sent_dense(self, group_size: int) -> bool:
-        """Whether a sum of sparse tensors costs less as a dense one: from 1 / group_size of the elements on."""
+        """Returns whether a dense all-reduce costs less than exchanging places: from a density of 1 / group_size on."""
         return self.current_density * group_size >= 1.0
 
     def _count(self, item: Slice) -> int:
+        """Returns how many elements of a slice are sent in this step, at least one."""
         return min(item.numel, max(1, math.ceil(self.current_density * item.numel)))
 
     def _state(self, layout: Layout, device: torch.device) -> DgcState:
+        """Returns the stored state of a shard, and the staged buffers for the new one."""
         velocity, new_velocity = self.fields["velocity"].update(layout, device)
         total, new_total = self.fields["total"].update(layout, device)
         return DgcState(velocity, total, new_velocity, new_total)
 
     def _scales(self, shard: Tensor, layout: Layout, group_size: int) -> Tensor | None:
-        """Returns the factor that clips each slice's gradient, float32; computed on the device, without a wait."""
+        """Returns the factor that clips each slice's gradient, (slices) float32; None if nothing is clipped.
+
+        It is computed on the device; the host does not wait.
+        """
         if not self.clip_norm:
             return None
         limit = self.clip_norm * group_size**-0.5
@@ -191,7 +205,15 @@ class DGC(Stateful):
     def _keep_momentum(
         self, shard: Tensor, state: DgcState, scales: Tensor | None, runs: list[DgcRun], indices: Tensor
     ) -> None:
-        """Puts back the staged momentum of what was selected, which the kernel has set to zero."""
+        """Restores the staged momentum of the selected elements, which the kernel has set to zero.
+
+        Args:
+            shard: 1-D float32 gradient of the step.
+            state: State of the shard; `velocity_out` is changed in place.
+            scales: (runs) float32 factors that clip the gradients; None without clipping.
+            runs: Parameters of the shard, and how many elements of each are selected.
+            indices: (k) int32, places of the selected elements.
+        """
         places = indices.long()
         gradient = shard[places]
         if scales is not None:
@@ -212,7 +234,7 @@ class DGC(Stateful):
         return sent
 
     def _everything(self, shard: Tensor, layout: Layout, group_size: int) -> None:
-        """Updates the momentum as usual, and replaces the shard by the whole total: nothing stays behind."""
+        """Prepares a dense step: updates the momentum, moves the whole total into the shard, and leaves it zero."""
         state = self._state(layout, shard.device)
         scales = self._scales(shard, layout, group_size)
         for number, item in enumerate(layout.slices):
@@ -225,15 +247,20 @@ class DGC(Stateful):
 
 
 def places_nbytes(count: int, numel: int) -> int:
-    """Returns the bytes that the places of `count` of `numel` elements take in a stack such as "dgc+int4".
+    """Returns the bytes that the places of selected elements take in a stack such as "dgc+int4"; see `pack_places`.
 
-    Two for each, and four for each window of 65,536 elements but the first; or four for each where that is less.
+    They are two for each place and four for each window of 65,536 elements but the first; or four for each place, if
+    that is less.
+
+    Args:
+        count: Number of selected elements.
+        numel: Number of elements of the shard.
     """
     return min(4 * count, 2 * count + 4 * ((numel - 1) // WINDOW))
 
 
 def pack_places(indices: Tensor, numel: int) -> Tensor:
-    """Returns places in ascending order as they travel; the host waits for nothing.
+    """Packs ascending places into fewer bytes; the host does not wait for the device.
 
     Args:
         indices: (k) int32, ascending, k >= 1, each below `numel`.
@@ -253,15 +280,15 @@ def pack_places(indices: Tensor, numel: int) -> Tensor:
 
 
 def unpack_places(packed: Tensor, count: int, numel: int) -> Tensor:
-    """The inverse of `pack_places`.
+    """Unpacks places: the inverse of `pack_places`.
 
     Args:
-        packed: 1-D uint8, which may start at any byte.
-        count: Places.
-        numel: Elements of the shard.
+        packed: (places_nbytes(count, numel)) uint8; it may start at any byte.
+        count: Number of places.
+        numel: Number of elements of the shard.
 
     Returns:
-        (count) int32.
+        (count) int32, ascending.
     """
     if places_nbytes(count, numel) == 4 * count:
         return packed.clone().view(torch.int32)

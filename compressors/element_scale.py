@@ -47,10 +47,10 @@ class ElementScale(ElementStore):
         self._sums: dict[Layout, tuple[Tensor, Tensor]] = {}
         """Shard -> (scales made by a revocable `freeze`, the sums that they were made of); emptied by `confirm`."""
         self._summed_pieces: tuple[list[Piece], list[Piece]] | None = None
-        """The same for elements that are in no shard."""
+        """(scales, sums) of a revocable `freeze` for elements that are in no shard; None without one."""
 
     def observe(self, layout: Layout, total: Tensor) -> None:
-        """Stage the sums plus the magnitudes of one more dense step. No-op for a shard whose scales are in use.
+        """Stages the sums plus the magnitudes of one more dense step; does nothing if the shard's scales are in use.
 
         Args:
             layout: Layout of the shard.
@@ -61,10 +61,11 @@ class ElementScale(ElementStore):
             torch.add(sums, total.abs(), out=self.stage(layout, total.device))
 
     def freeze(self, revocable: bool = False) -> None:
-        """Turn the committed sums into scales, in shards that have no scales yet. Does not wait for the device.
+        """Turns the committed sums into scales, in shards that have no scales yet; does not wait for the device.
 
         Args:
-            revocable: Keep the sums until `confirm` or `revoke`; the scales then use the memory of the staged sums.
+            revocable: Whether to keep the sums until `confirm` or `revoke`; the scales then use the memory of the
+                staged sums.
         """
         for layout, shard in self._shards.items():
             if shard.settled:
@@ -87,7 +88,7 @@ class ElementScale(ElementStore):
         self._pieces = pieces
 
     def confirm(self) -> None:
-        """Release the sums that a revocable `freeze` kept."""
+        """Drops the sums that a revocable `freeze` has kept."""
         keep_until_read(*(sums for _, sums in self._sums.values()))
         if self._summed_pieces is not None:
             keep_until_read(*(piece.value for piece in self._summed_pieces[1]))
@@ -95,7 +96,7 @@ class ElementScale(ElementStore):
         self._summed_pieces = None
 
     def revoke(self) -> None:
-        """Restore the sums that a revocable `freeze` kept, except in shards whose scales were used or moved."""
+        """Restores the sums that a revocable `freeze` has kept, except in shards whose scales were used or moved."""
         for layout, (scales, sums) in self._sums.items():
             shard = self._shards.get(layout)
             if shard is not None and shard.value is scales and not shard.settled:
@@ -107,7 +108,7 @@ class ElementScale(ElementStore):
         self.confirm()
 
     def scales(self, layout: Layout, device: torch.device) -> Tensor:
-        """Return the scales of `layout`, 1-D, 1 where the dense start was zero; a read-only view."""
+        """Returns the scales of `layout`, 1-D float32, 1 where all dense gradients were zero; a read-only view."""
         return self.settle(layout, device, 1.0)
 
     def rescale(self, factor: float | Tensor) -> None:
@@ -115,7 +116,7 @@ class ElementScale(ElementStore):
 
 
 def _write_scales(sums: Tensor, runs: Sequence[tuple[int, int]], scales: Tensor) -> None:
-    """Write the scales of one shard: sums divided by their mean, plus a floor, rounded down to powers of two.
+    """Writes the scales of one shard: sums divided by their mean, plus a floor, rounded down to powers of two.
 
     Args:
         sums: 1-D float32 sums of magnitudes.
@@ -138,7 +139,7 @@ def _write_scales(sums: Tensor, runs: Sequence[tuple[int, int]], scales: Tensor)
 
 
 def fixed_order_sum(values: Tensor) -> Tensor:
-    """Return the sum in float64, 0-dim, with the same bits on every processor.
+    """Returns the sum in float64, 0-dim, with the same bits on every processor.
 
     The second half is added to the first until one number is left. `Tensor.sum` and `mean` add in an order that depends
     on the instruction set and the number of threads: then a mean close to a power of two could give ranks different
@@ -156,13 +157,13 @@ def fixed_order_sum(values: Tensor) -> Tensor:
 
 
 def _power_of_two_above(means: Tensor) -> Tensor:
-    """Return the powers of two above float64 numbers >= 0, at least 2^-100; 1 for numbers that are not finite."""
+    """Returns the next powers of two above float64 numbers >= 0, at least 2^-100; 1 for numbers that are not finite."""
     exponents = (means.view(torch.int64) >> 52) + 1
     above = exponents.clamp_(DOUBLE_BIAS - 100, DOUBLE_BIAS + 1023).bitwise_left_shift_(52).view(torch.float64)
     return torch.where(means.isfinite(), above, 1.0)
 
 
 def power_of_two_(scales: Tensor) -> Tensor:
-    """Round positive float32 numbers down to powers of two within the limits of a scale, in place; return them."""
+    """Rounds positive float32 numbers down to powers of two from `SMALLEST` to `LARGEST`, in place; returns them."""
     scales.clamp_(SMALLEST, LARGEST).view(torch.int32).bitwise_and_(EXPONENT)
     return scales

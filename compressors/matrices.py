@@ -1,4 +1,4 @@
-"""Which parameters of a shard PowerSGD compresses as matrices, and where shards may be cut so that none is divided."""
+"""Decides which parameters PowerSGD compresses as matrices, and cuts buckets so that no such matrix is divided."""
 
 import bisect
 import math
@@ -16,11 +16,16 @@ class MatrixSlice:
     rows: int
     columns: int
     rank: int
-    """Never more than the smaller side."""
+    """Columns of the factors, at most the smaller of `rows` and `columns`."""
 
 
 def as_matrix(item: Slice, rank: int, min_compression_rate: float) -> MatrixSlice | None:
-    """Returns the slice as a matrix, or None where it is not whole, not 2-D, or would not shrink enough.
+    """Returns the slice as a matrix; None if it is not whole, has less than two dimensions, or would shrink too little.
+
+    Args:
+        item: Slice of a parameter.
+        rank: Columns of the factors; limited to the matrix's smaller side.
+        min_compression_rate: Least ratio of the matrix's elements to those of its factors.
 
     Source: torch's PowerSGDState: compressed only if (rows + columns) * rank * min_compression_rate < rows * columns.
     """
@@ -35,12 +40,12 @@ def as_matrix(item: Slice, rank: int, min_compression_rate: float) -> MatrixSlic
 
 
 def cut_between(layout: Layout, parts: int, whole: Callable[[Slice], bool]) -> tuple[int, ...]:
-    """Cuts a bucket into `parts` runs, never inside a slice that is `whole`, the longest as short as possible.
+    """Cuts a bucket into runs, of which the longest is as short as possible, never inside a slice that must stay whole.
 
     Args:
-        layout: Of the bucket.
-        parts: Number of runs; the last may be empty.
-        whole: Whether a slice must stay in one run.
+        layout: Layout of the bucket.
+        parts: Number of runs; the last ones may be empty.
+        whole: Returns whether a slice must stay in one run.
 
     Returns:
         `parts + 1` ascending offsets from 0 to layout.numel.
@@ -63,7 +68,16 @@ def cut_between(layout: Layout, parts: int, whole: Callable[[Slice], bool]) -> t
 
 
 def _greedy(edges: list[int], parts: int, longest: int) -> tuple[int, ...] | None:
-    """Fills each run up to `longest`; None where more than `parts` runs would be needed."""
+    """Fills one run after the other up to a length.
+
+    Args:
+        edges: Ascending offsets at which a cut is allowed, the first 0.
+        parts: Most runs.
+        longest: Most elements of a run.
+
+    Returns:
+        The offsets of the cuts, with the first and the last edge; None if more than `parts` runs would be needed.
+    """
     bounds = [0]
     while bounds[-1] < edges[-1]:
         last = edges[bisect.bisect_right(edges, bounds[-1] + longest) - 1]

@@ -39,31 +39,36 @@ from gradwire.compressors.two_stage import Parts, Residuals, TwoStage, two_stage
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """What of a shard is compressed, and where its factors lie; computed once for a layout."""
+    """Compressed and dense parts of a shard, and the places of the factors; computed once for a layout."""
 
     matrices: FactorRuns
     names: tuple[str, ...]
-    """The names of the matrices' parameters."""
+    """Names of the matrices' parameters."""
     name_keys: tuple[int, ...]
+    """Hash of each name, for random numbers that are the same on all ranks."""
     dense: tuple[Slice, ...]
+    """Slices that are sent dense."""
     dense_numel: int
+    """Elements of all dense slices."""
     p_numel: int
+    """Elements of all P."""
     q_numel: int
+    """Elements of all Q."""
 
 
 class PowerSGD(Stateful):
     """The compressor "powersgd". Options that mean the same are named as in torch's PowerSGDState.
 
     Args:
-        inner: Whose codec the factors are sent with: "powersgd+int8". Their sums then take its two stages in place of
-            an all-reduce, and their compression error in this rank's second factor goes into the one residual. None
-            sends them as `factor_dtype` says.
-        rank: Columns of the factors: the more, the closer and the larger.
+        inner: Compressor whose codec encodes the factors: "powersgd+int8". They are then summed by the two-stage
+            exchange instead of an all-reduce, and the compression error of this rank's second factor goes into the
+            residual. None sends the factors in `factor_dtype`.
+        rank: Columns of the factors; more columns give a closer approximation and larger payloads.
         warmup_steps: Steps at the start whose gradients are sent dense (torch: start_powerSGD_iter).
         min_compression_rate: Matrices that shrink by less are sent dense, exactly.
-        use_error_feedback: Keep the compression error of the factors and add it to the next step's gradient.
-        warm_start: Begin with the last step's factor instead of random numbers.
-        random_seed: Of the first factors.
+        use_error_feedback: Whether the compression error is kept and added to the next step's gradient.
+        warm_start: Whether to begin with the last step's Q instead of random numbers.
+        random_seed: Seed of the random Q, and of the numbers that replace dependent columns.
         factor_dtype: "float32", "float16" or "bfloat16": the dtype in which the factors are sent.
 
     Raises:
@@ -96,16 +101,16 @@ class PowerSGD(Stateful):
             self.codec = inner.codec
         self._factors: dict[str, Tensor] = {}
         self._flat_factors: dict[tuple[str, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
-        """Parameters of a shard -> their factors one after the other, and the views of it that `_factors` got."""
+        """Names of a shard's matrices -> (1-D buffer of all their Q, the views of it that are in `_factors`)."""
         self._staged_factors: dict[tuple[str, ...], tuple[_Parts, Tensor, Tensor]] = {}
-        """The same of all factors that this step began with, and of those that it found."""
+        """Names of a shard's matrices -> (its parts, 1-D buffer of all Q at the step's begin, and of the new Q)."""
         self._parts: dict[Layout, _Parts] = {}
         self._drawn: set[str] = set()
-        """Parameters whose first factor was stored by the last `end_step`, which a tensor decided."""
+        """Names of parameters whose first Q was stored by the last `end_step`, if a tensor decided about that step."""
 
     @property
     def has_owners(self) -> bool:
-        """See `Planned.has_owners`: where the factors are narrowed, owners sum them."""
+        """See `Planned.has_owners`: True if factors are encoded, because owners then sum them."""
         return self.codec is not None
 
     def matrix(self, item: Slice) -> MatrixSlice | None:
@@ -177,6 +182,12 @@ class PowerSGD(Stateful):
         self._staged_factors.clear()
 
     def _keep_factors(self, parts: _Parts, flat: Tensor) -> None:
+        """Stores the new Q of a shard, and drops buffers from which no Q is used any more.
+
+        Args:
+            parts: Parts of the shard.
+            flat: 1-D buffer of all its Q; kept, not copied.
+        """
         views = tuple(run.q(flat) for run in parts.matrices.runs)
         self._factors.update(zip(parts.names, views, strict=True))
         if parts.names in self._flat_factors:
@@ -255,6 +266,7 @@ class PowerSGD(Stateful):
         return True
 
     def _parts_of(self, layout: Layout) -> _Parts:
+        """Returns the compressed and dense parts of a shard; computed at the first call for a layout."""
         parts = self._parts.get(layout)
         if parts is None:
             runs: list[FactorRun] = []
@@ -281,7 +293,13 @@ class PowerSGD(Stateful):
         return parts
 
     def _residual(self, shard: Tensor, layout: Layout, dense: Sequence[Slice]) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the residual and the buffer for the new one; the residual of dense slices is added to them here."""
+        """Returns the residual of a shard and the buffer for the new one; both None if none is kept.
+
+        Args:
+            shard: 1-D float32; the residual of the dense slices is added to them, in place.
+            layout: Layout of the shard.
+            dense: Slices that are sent dense; their new residual is zero.
+        """
         store = self.fields.get("residual")
         if store is None:
             return None, None
@@ -292,7 +310,7 @@ class PowerSGD(Stateful):
         return residual, new_residual
 
     def _began(self, parts: _Parts, device: torch.device) -> Tensor:
-        """Returns all Q of a shard, 1-D: the last step's, or random numbers that all ranks draw alike."""
+        """Returns all Q that a step begins with, 1-D: the last step's, or random numbers, the same on all ranks."""
         flat, views = self._flat_factors.get(parts.names, (None, ()))
         if flat is not None and flat.device == device:
             same = zip(parts.names, views, parts.matrices.runs, strict=True)
@@ -309,7 +327,7 @@ class PowerSGD(Stateful):
         return torch.cat(factors)
 
     def _codec_for(self, layout: Layout, rank: int) -> PieceCodec | None:
-        """The codec of this step's factors: with random rounding, another one in each step."""
+        """Returns the codec of this step's factors, with random rounding another one in each step; None without one."""
         if self.inner is None:
             return self.codec
         self.inner.step = self.step
@@ -324,7 +342,16 @@ class PowerSGD(Stateful):
         group: Member,
         codec: PieceCodec | None,
     ) -> Iterator[Collective]:
-        """Sums the factors P and the dense slices: in one collective, or the factors through the cast."""
+        """Sums the factors P and the dense slices over the group, in place.
+
+        Args:
+            p_flat: 1-D float32: all P, then room for the dense slices.
+            p_numel: Elements of all P.
+            shard: 1-D float32, whose dense slices are replaced by their sums.
+            dense: Slices that are sent dense.
+            group: The ranks to sum over.
+            codec: Encodes P for the two-stage exchange; None sums P and the dense slices in one all-reduce.
+        """
         at = p_numel
         for item in dense:
             p_flat[at : at + item.numel] = shard[item.start : item.stop]
@@ -341,7 +368,15 @@ class PowerSGD(Stateful):
             at += item.numel
 
     def _reduce_q(self, own: Tensor, total: Tensor, group: Member, codec: PieceCodec | None) -> Iterator[Collective]:
-        """Sums the factors Q into `total`; with a codec, `own` becomes this rank's part of the sum, as decoded."""
+        """Sums the factors Q over the group.
+
+        Args:
+            own: 1-D float32: this rank's Q. With a codec the compression errors are subtracted from it in place, so
+                that it is what this rank has contributed to the sum.
+            total: 1-D float32: a copy of `own`, replaced by the sum.
+            group: The ranks to sum over.
+            codec: Encodes Q for the two-stage exchange; None takes an all-reduce.
+        """
         if codec is None:
             yield Collective(ALL_REDUCE, (total,))
             return

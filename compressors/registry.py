@@ -16,9 +16,9 @@ from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.two_stage import TwoStage
 
 Option = bool | int | float | str | None | tuple[float, ...] | tuple[str, ...]
-"""What an option's value may be."""
+"""Type of an option's value."""
 Factory = Callable[..., Compressor]
-"""Makes a compressor; its keyword-only parameters are the options."""
+"""Function that makes a compressor; its keyword-only parameters are the options."""
 
 _factories: dict[str, Factory] = {
     "none": Dense,
@@ -35,19 +35,20 @@ _factories: dict[str, Factory] = {
     "powersgd": PowerSGD,
 }
 BUILT_IN = tuple(_factories)
-"""Those that come with gradwire; tables and pages have each of them."""
+"""Names of the compressors that come with gradwire."""
 
 GONE = {"chunk_topk": "take waterfill2, which ends as near in as few bits where `Outer` exchanges more rarely"}
-"""Names that were compressors once, and what to do instead."""
+"""Name of a compressor that was removed -> what to do instead."""
 
 _outer: dict[str, type[PowerSGD] | type[DGC]] = {"powersgd": PowerSGD, "dgc": DGC}
-"""Compressors whose payload of floats can go through a codec, by the name before the `+`, with the option that does
-something of the kind by itself."""
+"""Name before the `+` of a stack -> compressor whose payload of floats can be encoded by another codec."""
 _alone = (*_outer, "none")
-"""What does not go behind the `+`: these have an exchange of their own, or nothing to encode."""
+"""Names that are not allowed behind the `+`: these compressors have an exchange of their own, or encode nothing."""
 _own_narrowing = {"powersgd": "factor_dtype", "dgc": "value_dtype"}
+"""Name before the `+` -> its option that narrows the payload, which a stack does not take: the codec does that."""
 _inner_options = ("stochastic", "seed")
-"""Options of the second part: the rest belongs to its own residual and its own start, which a stack does not have."""
+"""Options of the codec behind the `+` that a stack takes. Its others are about a residual and a dense start of its own,
+which a stack does not have."""
 
 
 def names() -> tuple[str, ...]:
@@ -61,7 +62,7 @@ def register_compressor(name: str, factory: Factory) -> None:
     Call it on every rank, before the compressor is named.
 
     Args:
-        name: Must be new.
+        name: Name of the compressor; no other one may have it.
         factory: Returns a new `Compressor`, whose `name` should be `name`. Its keyword-only parameters are the options;
             unknown options are refused before it is called, and so are values of another type than the default's.
 
@@ -80,7 +81,7 @@ def register_codec(name: str, codec: Callable[[], Codec]) -> None:
     `momentum` (0.0) and `warmup_steps` (0); see `TwoStage`.
 
     Args:
-        name: Must be new.
+        name: Name of the compressor; no other one may have it.
         codec: A class, or a function without arguments, that returns a `Codec`; called once for each compressor made.
 
     Raises:
@@ -118,7 +119,7 @@ def options_of(name: str) -> dict[str, Option]:
 
 @lru_cache(maxsize=64)
 def _defaults_of(factory: Factory) -> Mapping[str, Option]:
-    """The options of a factory, worked out once: predictions make the same compressors thousands of times."""
+    """Returns option -> default of a factory; cached, because predictions make the same compressor again and again."""
     parameters = inspect.signature(factory).parameters.values()
     return {item.name: cast(Option, item.default) for item in parameters if item.kind is item.KEYWORD_ONLY}
 
@@ -128,8 +129,8 @@ def make(name: str, options: Mapping[str, Option] | None = None) -> Compressor:
 
     Args:
         name: One of `names()`, or a stack of two: "powersgd+int8", "dgc+int4".
-        options: By name; each has a default. Of a stack, those of the first part, and the random rounding's of the
-            second.
+        options: Option -> value; options that are left out keep their defaults. A stack takes the options of its first
+            part, and `stochastic` and `seed` of its second.
 
     Raises:
         ValueError: An unknown compressor or option, or a value out of range.
@@ -165,12 +166,16 @@ def _parts_of(name: str) -> tuple[str, str]:
 
 
 def _stackable() -> tuple[str, str]:
-    """What may stand before the `+` of a stack, and what behind it, in words."""
+    """Returns the names allowed before the `+` of a stack, and those allowed behind it, as text for errors."""
     return " or ".join(_outer), ", ".join(each for each in _factories if each not in _alone)
 
 
 def _stacked(name: str, options: dict[str, Option]) -> Compressor:
-    """Returns `powersgd` or `dgc` with a codec for what it sends: one compressor with one residual."""
+    """Returns `powersgd` or `dgc` with a codec that encodes its payloads: one compressor with one residual.
+
+    Raises:
+        ValueError: The second part is a compressor with an exchange of its own.
+    """
     first, second = _parts_of(name)
     own = options_of(first)
     inner = _factories[second](**{key: value for key, value in options.items() if key not in own})

@@ -22,11 +22,16 @@ from gradwire.compressors.base import Layout, Slice
 
 @dataclass(slots=True)
 class _Shard:
+    """Stored values of one shard, and the buffer for those of the current step."""
+
     value: Tensor
+    """Committed values, 1-D float32."""
     spare: Tensor | None = None
+    """Buffer for staged values; None before the first step."""
     staged: bool = False
+    """True if `spare` holds values that the next commit makes the stored ones."""
     settled: bool = False
-    """Whether `ElementStore.settle` has replaced its zeros."""
+    """True if `ElementStore.settle` has replaced its zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,11 @@ class Piece:
     """A run of one parameter's elements that no current shard holds."""
 
     name: str
+    """Name of the parameter."""
     start: int
+    """First element of the run within the flattened parameter."""
     value: Tensor
+    """Values of the run, 1-D float32."""
 
     @property
     def stop(self) -> int:
@@ -44,12 +52,12 @@ class Piece:
 
 
 def keep_until_read(*values: Tensor | None) -> None:
-    """Keeps memory from reuse until the current stream is through with what has been queued on it.
+    """Keeps the memory of tensors from being reused before the current stream has finished the work queued on it.
 
-    For tensors that are read here for the last time, or let go of, and may have been allocated on another stream.
+    Called for tensors that are read for the last time or dropped, and may have been allocated on another stream.
 
     Args:
-        values: Those that are no CUDA tensors need nothing.
+        values: The tensors; None and tensors that are not on CUDA are ignored.
     """
     for value in values:
         if value is not None and value.is_cuda:
@@ -74,7 +82,7 @@ class ElementStore:
             return self._shard(layout, device).value
 
     def settle(self, layout: Layout, device: torch.device, default: float) -> Tensor:
-        """Returns what `read` does, after replacing every stored zero by `default`, in the store too."""
+        """Replaces every stored zero of `layout` by `default`, once; returns the values as `read` does."""
         value = self.read(layout, device)
         with self._lock:
             shard = self._shards[layout]
@@ -88,7 +96,7 @@ class ElementStore:
         return self.update(layout, device)[1]
 
     def update(self, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns what `read` and `stage` return."""
+        """Returns (committed values, buffer for new ones): the results of `read` and `stage`, with one look-up."""
         with self._lock:
             shard = self._shard(layout, device)
             if shard.spare is None:
@@ -97,6 +105,7 @@ class ElementStore:
             return shard.value, shard.spare
 
     def _shard(self, layout: Layout, device: torch.device) -> _Shard:
+        """Returns the shard of a layout, made or moved to `device` if needed. Called under the lock."""
         shard = self._shards.get(layout)
         if shard is None:
             shard = self._shards[layout] = _Shard(self._assemble(layout, device))
@@ -106,7 +115,7 @@ class ElementStore:
         return shard
 
     def peek(self, layout: Layout, device: torch.device) -> Tensor:
-        """Returns a copy of the values for `layout`, 1-D float32, zero where none are stored; takes nothing apart."""
+        """Returns a copy of the values for `layout`, 1-D float32, zero where none are stored; changes no shard."""
         flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         wanted = _by_name(layout)
         for piece in self.pieces():
@@ -114,7 +123,7 @@ class ElementStore:
         return flat
 
     def pour(self, flat: Tensor, layout: Layout) -> None:
-        """Add the stored values of a layout's elements to `flat`, and stage zeros in their place."""
+        """Adds the stored values of a layout's elements to `flat`, in place, and stages zeros instead of them."""
         if self.holds(layout):
             held, staged = self.update(layout, flat.device)
             flat.add_(held)
@@ -127,12 +136,12 @@ class ElementStore:
                 shard.value, shard.spare, shard.staged = shard.spare, shard.value, False
 
     def select(self, finite: Tensor) -> None:
-        """Commits what was staged where `finite` is True, and drops it where it is False, without asking which.
+        """Commits the staged values if `finite` is True, and drops them if it is False; the host does not read it.
 
-        One pass over what was staged, in place: each stored element stays as it is, or becomes the staged one.
+        The stored values are changed in place, on the device.
 
         Args:
-            finite: 0-dim bool.
+            finite: 0-dim bool tensor.
         """
         flags: dict[torch.device, Tensor] = {finite.device: finite}
         for shard in self._shards.values():
@@ -150,7 +159,7 @@ class ElementStore:
             shard.staged = False
 
     def pass_over(self, names: Collection[str]) -> None:
-        """Has what was staged of some parameters be what is stored of them."""
+        """Overwrites the staged values of these parameters by the stored ones: a commit does not change them."""
         for layout, shard in self._shards.items():
             if shard.staged and shard.spare is not None:
                 for item in layout.slices:
@@ -158,11 +167,11 @@ class ElementStore:
                         shard.spare[item.start : item.stop] = shard.value[item.start : item.stop]
 
     def has(self, layout: Layout) -> bool:
-        """Whether `layout` is one of the shards, so that reading it takes nothing apart."""
+        """Returns whether `layout` is one of the shards: then reading it takes no other shard apart."""
         return layout in self._shards
 
     def holds(self, layout: Layout) -> bool:
-        """Whether anything is stored about an element of `layout`."""
+        """Returns whether a value is stored for any element of `layout`."""
         if layout in self._shards:
             return True
         with self._lock:
@@ -174,7 +183,7 @@ class ElementStore:
         )
 
     def covers(self, layout: Layout, part: Layout) -> bool:
-        """Whether everything stored about the elements of `layout` lies in `part`."""
+        """Returns whether all stored values of the elements of `layout` are of elements of `part`."""
         wanted, within = _by_name(layout), _by_name(part)
         return all(
             any(
@@ -206,10 +215,10 @@ class ElementStore:
             self._shards[layout] = _Shard(value)
 
     def rescale(self, factor: float | Tensor) -> None:
-        """Multiplies every stored value by `factor`, in place; what lies on another device than a tensor moves there.
+        """Multiplies every stored value by `factor`, in place.
 
         Args:
-            factor: A number, or a 0-dim floating-point tensor.
+            factor: A number, or a 0-dim floating-point tensor; stored values move to the device of the tensor.
         """
         if isinstance(factor, Tensor):
             for shard in self._shards.values():
@@ -251,13 +260,17 @@ class ElementStore:
             self._pieces = list(pieces)
 
     def _everything(self) -> Iterator[Piece]:
+        """Yields every stored run, as views. Called under the lock."""
         for layout, shard in self._shards.items():
             for item in layout.slices:
                 yield Piece(item.name, item.parameter_start, shard.value[item.start : item.stop])
         yield from self._pieces
 
     def _assemble(self, layout: Layout, device: torch.device) -> Tensor:
-        """Takes every shard that overlaps `layout` apart, and puts `layout` together from the pieces."""
+        """Returns the values for `layout`, 1-D float32, and removes them from the store. Called under the lock.
+
+        Every shard that overlaps `layout` is divided into pieces; those outside of it stay in the store.
+        """
         wanted = _by_name(layout)
         for old in [old for old in self._shards if _overlap(old, wanted)]:
             shard = self._shards.pop(old)
@@ -275,6 +288,7 @@ class ElementStore:
 
 
 def _by_name(layout: Layout) -> dict[str, list[Slice]]:
+    """Returns name of a parameter -> its slices in a layout."""
     found: dict[str, list[Slice]] = {}
     for item in layout.slices:
         found.setdefault(item.name, []).append(item)
@@ -282,12 +296,21 @@ def _by_name(layout: Layout) -> dict[str, list[Slice]]:
 
 
 def _meets(start: int, stop: int, slices: Sequence[Slice]) -> bool:
-    """Whether a run of a parameter, from `start` to `stop`, shares an element with one of its slices."""
+    """Returns whether the run of a parameter from `start` to `stop` shares an element with one of its slices."""
     return any(start < item.parameter_start + item.numel and item.parameter_start < stop for item in slices)
 
 
 def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
-    """Copies what `piece` shares with the slices `wanted` into `flat`; returns what it does not share."""
+    """Copies the elements that a piece shares with slices of a flat tensor into it.
+
+    Args:
+        flat: 1-D float32, changed in place.
+        piece: Stored run of a parameter.
+        wanted: Slices of the same parameter in `flat`.
+
+    Returns:
+        The parts of the piece that are in no slice.
+    """
     rest = [piece]
     for item in wanted:
         still = []
@@ -309,7 +332,7 @@ def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
 
 
 def _overlap(old: Layout, wanted: dict[str, list[Slice]]) -> bool:
-    """Return whether two pieces have an element in common. Other runs of the parameter may be staged; they stay."""
+    """Returns whether a layout shares an element with slices, which are given by the names of their parameters."""
     return any(
         _meets(item.parameter_start, item.parameter_start + item.numel, wanted.get(item.name, ()))
         for item in old.slices

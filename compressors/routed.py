@@ -41,12 +41,13 @@ class Selection:
     """The part of a shard that one compressor handles."""
 
     layout: Layout
-    """As the compressor sees it: its slices, moved together."""
+    """Layout of the selected slices, moved together, as the compressor sees them."""
     runs: tuple[tuple[int, int], ...]
-    """Where they lie in the shard; neighbours are one run."""
+    """Runs (start, stop) of the selected slices in the shard; adjacent slices are one run."""
 
     sizes: tuple[int, ...] = ()
-    """Elements before the first run, of the first, up to the second, of the second, and so on; empty for one run."""
+    """Lengths of gaps and runs in turn: the gap before the first run, the first run, the next gap, and so on; empty for
+    one run."""
 
     def gather(self, shard: Tensor) -> Tensor:
         """Returns the selected elements: a view where they are one run, else a copy."""
@@ -66,7 +67,12 @@ class Selection:
 
 
 def _selection(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Selection:
-    """Makes a selection of (index in the layout, start, stop) triples."""
+    """Returns the selection of some slices of a shard.
+
+    Args:
+        slices: (index of the slice in `layout`, start, stop) of each, ascending.
+        layout: Layout of the shard.
+    """
     moved: list[Slice] = []
     runs: list[tuple[int, int]] = []
     at = 0
@@ -85,12 +91,12 @@ def _selection(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Select
 
 
 class Routed(Planned):
-    """One main compressor, and others for the parameters that match a rule.
+    """Compresses parameters that match a rule with the rule's compressor, and all others with a main one.
 
     Args:
-        name: The main compressor.
-        options: Of the main compressor.
-        rules: The first that matches a parameter decides; parameters that none matches go to the main compressor.
+        name: Name of the main compressor.
+        options: Options of the main compressor; None takes the defaults.
+        rules: Rules, of which the first that matches a parameter decides.
 
     Raises:
         ValueError: An unknown compressor or option, or a value out of range.
@@ -112,17 +118,22 @@ class Routed(Planned):
 
     @property
     def by_element(self) -> bool:
-        """See `Planned.by_element`; all routes decide."""
+        """See `Planned.by_element`: True if it is true of all routes."""
         return all(isinstance(each, Stateful) and each.by_element for each in self.routes)
 
     def every(self) -> tuple[Compressor, ...]:
-        """The main compressor, and those of the rules."""
+        """Returns the main compressor, then that of each rule; one compressor may occur several times."""
         return self.routes
 
     def route_of(self, layout: Layout, index: int) -> int:
-        """Returns the number of the slice's compressor in `routes`: 0 for the main one, else 1 + the rule's number.
+        """Returns the index in `routes` of the compressor of a slice; 0 is the main one.
 
-        A bucket whose slices are ordered by it costs no copy, because every route is then one run.
+        Rules that share a compressor have the index of the first of them. A bucket whose slices are ordered by this
+        index is not copied, because every route is then one run.
+
+        Args:
+            layout: Layout of the shard.
+            index: Index of the slice in it.
         """
         item = layout.slices[index]
         number = next((number for number, rule in enumerate(self.rules, 1) if rule.matches(item)), 0)
@@ -158,7 +169,7 @@ class Routed(Planned):
             compressor.end_step(finite)
 
     def shared(self) -> list[ElementStore]:
-        """See `Stateful.shared`."""
+        """See `Planned.shared`."""
         return [store for each in self._compressors() if isinstance(each, Stateful) for store in each.shared()]
 
     def residual_square(self) -> float:
@@ -166,7 +177,7 @@ class Routed(Planned):
         return sum(each.residual_square() for each in self._compressors() if isinstance(each, Stateful))
 
     def report_lines(self) -> list[str]:
-        """What the compressors say of themselves in reports, a line each."""
+        """See `Planned.report_lines`: one line of each compressor that has something to report."""
         return [note for each in self._compressors() if isinstance(each, Stateful) and (note := each.note())]
 
     def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
@@ -286,6 +297,7 @@ class Routed(Planned):
 
 
 def _side_by_side(shard: Tensor, split: Sequence[tuple[Compressor, Selection]], group: Member) -> Iterator[Request]:
+    """Runs several compressors on one shard, in place; yields their next collectives together, so that they overlap."""
     parts = [selection.gather(shard) for _, selection in split]
     running = [
         compressor.all_reduce(part, selection.layout, group)
@@ -321,8 +333,8 @@ def make_routed(
 
     Args:
         name: One of `registry.names()`.
-        options: Of that compressor.
-        rules: Come before the default ones, which leave biases, norms and tiny parameters dense.
+        options: Options of that compressor; None takes the defaults.
+        rules: The user's rules, before the default ones, which leave biases, norms and tiny parameters dense.
 
     Raises:
         ValueError: An unknown compressor, option or rule field, or a value out of range.
@@ -334,6 +346,6 @@ def make_routed(
 
 
 def saved_by(state: Mapping[str, StateValue]) -> str:
-    """Which compressors have saved a state, in words."""
+    """Returns the names of the compressors that have saved a state, for errors: `'int8', 'none'`; `None` if unknown."""
     named = (str(value) for key, value in state.items() if key.rpartition(SEPARATOR)[2] == "compressor")
     return ", ".join(map(repr, dict.fromkeys(named))) or "None"

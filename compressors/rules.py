@@ -1,4 +1,4 @@
-"""Which parameters are compressed, and how: the first rule that matches a parameter decides."""
+"""Rules for which parameters are compressed, and how: the first rule that matches a parameter decides."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -25,11 +25,11 @@ class Rule:
     """Options of that compressor."""
 
     def matches(self, item: Slice) -> bool:
-        """Whether the rule applies to the parameter that `item` is a part of."""
+        """Returns whether the rule applies to the parameter that `item` is a part of."""
         return self.matches_parameter(item.name, item.shape)
 
     def matches_parameter(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether the rule applies to a parameter of that name and shape."""
+        """Returns whether the rule applies to a parameter of this name and whole shape."""
         return (
             fnmatchcase(name, self.pattern)
             and (self.max_dim is None or len(shape) <= self.max_dim)
@@ -76,8 +76,8 @@ def warn_of_idle(items: Sequence[Rule | Mapping[str, object]], names: Collection
 
     Args:
         items: The user's rules, as for `rules_from`.
-        names: Of all parameters.
-        remedy: What to do, for the end of the warning.
+        names: Names of all parameters of the model.
+        remedy: Advice that ends the warning.
 
     Raises:
         ValueError: A mapping has a key that is no field of a rule.

@@ -1,4 +1,4 @@
-"""What every compressor with state shares: staging and commit, saving, loading, migration, rescaling."""
+"""Base of compressors with state: staging and commit, saving, loading, migration, rescaling."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -9,11 +9,11 @@ from gradwire.compressors.base import Layout, Planned, StateDict, StateRun, Stat
 from gradwire.compressors.residual import ElementStore, Piece
 
 RESIDUAL_FIELDS = frozenset(("residual", "server", "total"))
-"""Fields with compression errors, and with gradients that wait to be sent; the other fields are averages."""
+"""Names of fields that hold compression errors or unsent gradients; all other fields hold averages."""
 
 
 class Stateful(Planned):
-    """State of one compressor on one rank: named element stores, the step count, and the model's parameters.
+    """Keeps the state of one compressor on one rank: named element stores, the step count, and the model's parameters.
 
     A compressor derives from it and implements `partition`, `wire_nbytes`, `all_reduce` and `flush`. In a step it reads
     `self.fields[field].read(layout, device)` and writes into `self.fields[field].stage(layout, device)`, which
@@ -21,8 +21,8 @@ class Stateful(Planned):
     parameter from element `start` on.
 
     Args:
-        name: What the user writes as `compressor=`.
-        fields: Names of what is stored for each gradient element: "residual", "momentum".
+        name: Name by which the user chooses the compressor, `compressor=`.
+        fields: Names of the values that are stored for each gradient element: "residual", "momentum".
     """
 
     def __init__(self, name: str, fields: Iterable[str] = ()) -> None:
@@ -59,7 +59,7 @@ class Stateful(Planned):
         self.step -= 1
 
     def note(self) -> str:
-        """A line for reports about what this compressor has done so far; empty for nothing."""
+        """Returns a line for reports about what this compressor has done so far; empty for none."""
         return ""
 
     def rescale(self, factor: float | Tensor) -> None:
@@ -69,11 +69,11 @@ class Stateful(Planned):
             store.rescale(factor)
 
     def element_scales(self) -> Iterable[Piece]:
-        """Yield the factors that turn stored elements into gradients; elements that are not listed have factor 1."""
+        """Yields the factors by which stored residuals become gradients; elements without one have factor 1."""
         return ()
 
     def residual_square(self) -> float:
-        """Return the squared norm of this rank's residuals. Blocks until the device is done; changes nothing."""
+        """Returns the squared norm of this rank's residuals. Blocks until the device is done; changes nothing."""
         residuals: dict[str, list[Piece]] = {}
         for field in sorted(RESIDUAL_FIELDS & self.fields.keys()):
             for piece in self.fields[field].pieces():
@@ -151,10 +151,24 @@ class Stateful(Planned):
         return pieces
 
     def _checks(self, key: str, value: StateValue) -> bool:
-        """Whether a subclass has checked the entry itself, because it belongs to state of another shape."""
+        """Returns whether the entry is one of a subclass, which has checked it; False here.
+
+        Raises:
+            ValueError: It is one of the subclass, and is damaged.
+        """
         return False
 
     def _check_piece(self, key: str, value: StateValue, pieces: dict[str, list[Piece]]) -> Piece:
+        """Returns an entry of a state dict as a piece of its field.
+
+        Args:
+            key: Key of the entry.
+            value: Value of the entry.
+            pieces: Field -> pieces of earlier entries, which it must not overlap.
+
+        Raises:
+            ValueError: The entry is of another compressor or model, or is damaged.
+        """
         field, _, rest = key.partition("/")
         start, _, name = rest.partition("/")
         if field not in self.fields or not start.isdigit() or not name:

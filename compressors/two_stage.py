@@ -41,26 +41,26 @@ SHARD_ALIGN = 1024
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a shard of `numel` elements is divided between `size` owners: into pieces, of which each owns a run.
+    """Division of a shard of `numel` elements into pieces, of which each of `size` owners owns a run.
 
-    With equal parts each owns one piece. With shares there are sum(shares) pieces, whoever owns
-    them: so neither a payload nor a sum depends on the shares.
+    With equal parts each owner has one piece. With `shares` there are sum(shares) pieces or fewer, whoever owns them:
+    so neither a payload nor a sum depends on who owns which piece.
     """
 
     numel: int
     size: int
     shares: tuple[int, ...] = ()
     width: int = field(init=False)
-    """Elements of a full piece; the last ones may be shorter or empty."""
+    """Number of elements of a full piece; the last pieces may be shorter or empty."""
     pieces: int = field(init=False)
-    """How many there are."""
+    """Number of pieces."""
     full: int = field(init=False)
-    """Number of pieces of the full width."""
+    """Number of pieces with `width` elements."""
     owned: tuple[int, ...] = field(init=False)
-    """Which pieces each owner has: `size + 1` ascending numbers; empty for one each."""
+    """Bounds of the pieces of each owner, `size + 1` ascending numbers; empty if each owner has one piece."""
 
     def __post_init__(self) -> None:
-        """Derives the rest."""
+        """Computes the derived fields."""
         parts, align = (sum(self.shares), SHARD_ALIGN) if self.shares else (self.size, PART_ALIGN)
         width = -(-self.numel // (parts * align)) * align
         if self.shares:
@@ -78,7 +78,7 @@ class Parts:
 
 
 parts_of = lru_cache(maxsize=1024)(Parts)
-"""The same, made once: every step has the same shards."""
+"""Returns `Parts` of these arguments; cached, because every step has the same shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,23 @@ class Residuals:
     worker: Tensor | None = None
     """(numel) Compression error of this rank's payloads so far."""
     new_worker: Tensor | None = None
-    """(numel) Receives the new value."""
+    """(numel) Overwritten with the compression error after this exchange."""
     server: Tensor | None = None
     """(own part) Compression error of this rank's reduced payloads so far."""
     new_server: Tensor | None = None
-    """(own part) Receives the new value."""
+    """(own part) Overwritten with the compression error of the reduced payload."""
 
 
 def _blank(rows: int, nbytes: int, full: int, device: torch.device) -> Tensor:
-    """Returns (rows, nbytes) uint8 for payloads, the first `full` of which fill their rows.
+    """Returns memory for payloads, (rows, nbytes) uint8.
 
-    What may stay unwritten is zero, so that no old memory is sent: the bytes behind a shorter payload.
+    Bytes behind a shorter payload stay unwritten; they are zero, so that no old memory is sent.
+
+    Args:
+        rows: Number of payloads.
+        nbytes: Bytes of the longest payload.
+        full: Number of payloads at the beginning that fill their rows: these rows are not cleared.
+        device: Device of the memory.
     """
     payloads = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
     if full < rows:
@@ -115,13 +121,14 @@ def two_stage(
         source: 1-D float32, this rank's contribution.
         target: 1-D float32, the same bits on all ranks afterwards; may be `source`.
         group: The ranks to sum over.
-        codec: Encodes what goes to the owners.
-        return_codec: Encodes the owners' sums.
-        residuals: Read; its `new_*` tensors are overwritten.
+        codec: Encodes the payloads for the owners.
+        return_codec: Encodes the owners' sums; may be `codec`.
+        residuals: Compression errors of earlier exchanges; its `new_*` tensors are overwritten.
 
     Yields:
         Two collectives: all-to-all, all-gather.
     """
+    # Encode each owner's pieces, and send them to it.
     parts = parts_of(source.numel(), group.size, group.shares)
     there_nbytes = back_nbytes = codec.wire_nbytes(parts.width)
     if return_codec is not codec:
@@ -133,6 +140,7 @@ def two_stage(
     received = torch.empty(group.size * own, payloads.shape[1], dtype=torch.uint8, device=source.device)
     yield Collective(ALL_TO_ALL, (received, payloads), parts.owned)
 
+    # As an owner: sum each own piece over the ranks, encode the sums, and send them to all.
     full = (stop - start) // max(parts.width, 1)
     reduced = _blank(own, back_nbytes, full, source.device)
     for piece in range(own):
@@ -153,25 +161,33 @@ def two_stage(
     all_reduced = torch.empty(parts.pieces, reduced.shape[1], dtype=torch.uint8, device=source.device)
     yield Collective(ALL_GATHER, (all_reduced, reduced), parts.owned)
 
+    # Decode all sums, the own ones too, so that all ranks have the same bits.
     return_codec.decode_pieces(all_reduced, target, parts.width)
 
 
 def two_stage_nbytes(numel: int, group_size: int, codec: Codec, return_codec: Codec) -> int:
-    """Returns the bytes that one rank sends in `two_stage`: the others' parts, then its reduced part to each."""
+    """Returns the bytes that one rank sends in `two_stage` with equal parts.
+
+    Args:
+        numel: Elements of the shard.
+        group_size: Number of ranks.
+        codec: Encodes the payloads for the owners, one for each other rank.
+        return_codec: Encodes the owner's sum, which is sent to each other rank.
+    """
     width = Parts(numel, group_size).width
     return (group_size - 1) * (codec.wire_nbytes(width) + return_codec.wire_nbytes(width))
 
 
 class TwoStage(Stateful):
-    """An approximate all-reduce built on a codec; what a user's own codec is wrapped in.
+    """Makes a compressor of any codec, a user's own too: the two-stage exchange, with residuals and a momentum.
 
     Args:
-        name: What the user writes as `compressor=`.
-        codec: Encodes what goes to the owners of the parts.
-        return_codec: Encodes the owners' sums; `codec` by default.
-        residual: Keep the compression error of a payload and add it to the next step's gradient (error feedback).
-        momentum: Factor of a momentum that is folded in before the compression: u = momentum * u + gradient is
-            what travels. The optimizer then runs without momentum. 0 folds in none.
+        name: Name by which the user chooses it, `compressor=`.
+        codec: Encodes the payloads for the owners of the parts.
+        return_codec: Encodes the owners' sums; None takes `codec`.
+        residual: Whether the compression error of a payload is added to the next step's gradient (error feedback).
+        momentum: Factor of a momentum that is applied before the compression: u = momentum * u + gradient is sent. The
+            optimizer then runs without momentum. 0 applies none.
         warmup_steps: Steps at the start whose gradients are sent dense.
 
     Raises:
@@ -204,7 +220,7 @@ class TwoStage(Stateful):
 
     two_stage = True
     stochastic = False
-    """Whether payloads are rounded by random numbers: each then has a codec of its own."""
+    """True if payloads are rounded by random numbers: each payload then has a codec of its own, see `random_codec`."""
 
     @property
     def keeps_residual(self) -> bool:
@@ -248,7 +264,7 @@ class TwoStage(Stateful):
             shard.mul_(scales)
 
     def prepare(self, device: torch.device) -> None:
-        """Is called before the first step of a shard: where the codec has kernels, it sees that they are there.
+        """Makes sure, before the first step of a shard, that the codec's kernels can be used on the device.
 
         Raises:
             CudaKernelsError: The kernels cannot be used on this device; nothing was changed.
@@ -259,15 +275,15 @@ class TwoStage(Stateful):
     def exchange(
         self, source: Tensor, target: Tensor, layout: Layout, group: Member, codec: PieceCodec, residuals: Residuals
     ) -> Iterator[Request]:
-        """The exchange of payloads: `two_stage`, where no compressor has another with the same result.
+        """Sums a shard over the group by `two_stage`; a subclass may override it by an exchange with the same result.
 
         Args:
-            source: As for `two_stage`.
-            target: As for `two_stage`.
-            layout: Of both.
-            group: As for `two_stage`.
-            codec: As for `two_stage`; without a `return_codec` of its own it encodes the owners' sums, too.
-            residuals: As for `two_stage`.
+            source: 1-D float32, this rank's contribution.
+            target: 1-D float32, overwritten with the sum; may be `source`.
+            layout: Layout of both.
+            group: The ranks to sum over.
+            codec: Encodes the payloads for the owners; also the owners' sums, if the compressor has no return codec.
+            residuals: Compression errors; see `two_stage`.
         """
         return_codec = codec if self.return_codec is self.codec else self.return_codec
         return two_stage(source, target, group, codec, return_codec, residuals)
@@ -277,19 +293,29 @@ class TwoStage(Stateful):
         return self.random_codec(layout, rank) if self.stochastic else self.codec
 
     def random_codec(self, layout: Layout, rank: int) -> PieceCodec:
-        """Returns the codec of one payload, where they are rounded by random numbers: whose are, overrides this."""
+        """Returns the codec of one payload that is rounded at random; subclasses that are `stochastic` override this.
+
+        Args:
+            layout: Layout of the shard.
+            rank: Index of this rank in the group.
+        """
         raise NotImplementedError(f"{type(self).__name__} is `stochastic`; wanted a `random_codec` of its own")
 
     def scales_of(self, layout: Layout, device: torch.device) -> Tensor | None:
-        """Return the scale that each element is divided by before it is encoded, (layout.numel) float32; or None.
+        """Returns the scale by which each element is divided before it is encoded, (layout.numel) float32.
 
-        Residuals are divided by it as well. Compressors that know the usual magnitude of each element override this;
-        all ranks of a group must return the same bits.
+        Residuals are kept divided by it as well. None divides by nothing. Compressors that know the usual magnitude of
+        each element override this; all ranks of a group must return the same bits.
         """
         return None
 
     def observe(self, total: Tensor, layout: Layout) -> None:
-        """Is called with the sum of every dense step at the start, 1-D float32, the same bits on all ranks."""
+        """Called with the sum of each dense step at the start; does nothing here.
+
+        Args:
+            total: 1-D float32 sum over the group, the same bits on all ranks.
+            layout: Layout of the sum.
+        """
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`; both residuals count."""
@@ -308,10 +334,12 @@ class TwoStage(Stateful):
         return super().export(layout, device)
 
     def _with_momentum(self, shard: Tensor, layout: Layout) -> Tensor:
+        """Returns momentum * u + gradient, in the staged buffer of the new u; `shard` stays as it is."""
         old, new = self.fields["momentum"].update(layout, shard.device)
         return torch.add(shard, old, alpha=self.momentum, out=new)
 
     def _dense(self, source: Tensor, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
+        """Replaces `shard` by the exact sum of `source` plus the residuals, which become zero."""
         if source is not shard:
             shard.copy_(source)
         self.flush(shard, layout)
@@ -321,6 +349,7 @@ class TwoStage(Stateful):
                 self.observe(shard, layout)
 
     def _residuals(self, layout: Layout, group: Member, device: torch.device) -> Residuals:
+        """Returns the residuals of a shard and the staged buffers for the new ones; all None if none is kept."""
         if not self.residual:
             return Residuals()
         part = self._own_parts[layout, group]

@@ -1,4 +1,4 @@
-"""What codecs offer the exchange beyond `Codec`, the same for any codec, and the codecs that have kernels."""
+"""Interfaces of codecs with fused stages, an adapter to them for any codec, and the base of codecs with kernels."""
 
 from abc import abstractmethod
 from typing import Protocol, runtime_checkable
@@ -15,7 +15,7 @@ from gradwire.compressors.kernels.dispatch import KERNELS_ON
 class FusedCodec(Codec, Protocol):
     """A codec that also handles the residual, and the sum of several payloads, without an extra pass over memory.
 
-    A class that names it as its base has `encode` and `decode` by it, and must have the others.
+    A subclass inherits `encode` and `decode`, and implements the other methods.
     """
 
     def encode(self, flat: Tensor, payload: Tensor) -> None:
@@ -30,12 +30,12 @@ class FusedCodec(Codec, Protocol):
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
     ) -> None:
-        """Encodes p = flat + residual.
+        """Encodes p = flat + residual into a payload, and keeps the compression error.
 
         Args:
-            flat: (n) float32.
-            residual: (n) float32, or None.
-            new_residual: (n) float32, overwritten with p - decode(payload); may be `residual`, or None.
+            flat: (n) float32; not changed.
+            residual: (n) float32 compression error of earlier payloads; None for none.
+            new_residual: (n) float32, overwritten with p - decode(payload); may be `residual`; None discards it.
             payload: (wire_nbytes(n)) uint8, overwritten.
         """
 
@@ -45,7 +45,7 @@ class FusedCodec(Codec, Protocol):
 
         Args:
             payloads: (workers, wire_nbytes(n)) uint8; rows may be apart.
-            addend: (n) float32, or None.
+            addend: (n) float32 that the sum starts from; None starts from zero.
             flat: (n) float32, overwritten.
         """
 
@@ -95,12 +95,12 @@ class PieceCodec(FusedCodec, Protocol):
 
 
 class InPieces(PieceCodec):
-    """Any codec as one that does each stage of the exchange in one call: one step after the other, a piece at a time.
+    """Adapts any codec to `PieceCodec`: handles one piece after the other, with separate steps for the residual.
 
     Payloads are cleared before they are written: a user's codec need not write every byte, and no old memory is sent.
 
     Args:
-        codec: What encodes and decodes.
+        codec: The codec that encodes and decodes each piece.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -163,14 +163,14 @@ class InPieces(PieceCodec):
 
 
 def in_pieces(codec: Codec) -> PieceCodec:
-    """A codec as the exchange takes it: itself, where it does each stage in one call."""
+    """Returns `codec` itself if it is a `PieceCodec`, else an adapter around it."""
     return codec if isinstance(codec, PieceCodec) else InPieces(codec)
 
 
 class BlockCodec(BlockFormat, PieceCodec):
-    """A codec with kernels: those of the tensors' device do all of its work.
+    """Base of codecs with kernels: each method calls the kernels of the tensors' device.
 
-    A class that names it as its base describes its payloads as `BlockFormat` says, and has everything else by it.
+    A subclass describes its payloads by the methods of `BlockFormat`, and inherits everything else.
     """
 
     def encode_residual(

@@ -12,7 +12,7 @@ from gradwire.compressors.codecs.base import BlockCodec
 from gradwire.compressors.two_stage import TwoStage
 
 CAST_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""What a cast can narrow to, by torch's name."""
+"""Name of a dtype that values can be cast to -> the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class CastCodec(BlockCodec):
     """Rounds p = scale * flat + residual to nearest with ties to even; overflow becomes inf and stays inf.
 
     Raises:
-        ValueError: `name` is neither.
+        ValueError: `name` is neither "float16" nor "bfloat16".
 
     Source: IEEE 754-2019, section 4.3.1 (round to nearest, ties to even).
     """
@@ -45,7 +45,7 @@ class CastCodec(BlockCodec):
 
     @property
     def parameters(self) -> tuple[float, ...]:
-        """Whether to float16, and the factor."""
+        """(True for float16 or False for bfloat16, scale): the arguments of the kernels."""
         return self.name == "float16", self.scale
 
     def wire_nbytes(self, numel: int) -> int:
@@ -73,9 +73,9 @@ class Cast(TwoStage):
 
     Args:
         name: "fp16" or "bf16".
-        plain: One narrow all_reduce, summed in the narrow dtype, instead of the two-stage exchange that sums in
-            float32: what torch's fp16_compress_hook does.
-        residual: Feed the rounding error back; not with `plain`.
+        plain: Whether to use one all_reduce that sums in the narrow dtype, as torch's fp16_compress_hook does, instead
+            of the two-stage exchange, which sums in float32.
+        residual: Whether the rounding error is added to the next step's gradient; not with `plain`.
         warmup_steps: Steps at the start whose gradients are sent dense.
 
     Raises:

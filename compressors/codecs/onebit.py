@@ -37,7 +37,7 @@ def _scales(p: Tensor) -> Tensor:
 
 
 def _magnitudes(scales: Tensor, numel: int) -> Tensor:
-    """Returns the scale of each element's block."""
+    """Returns the scale of each element's block, (numel) float32, from the scales of the blocks."""
     return scales.repeat_interleave(ONEBIT_BLOCK)[:numel]
 
 
@@ -83,7 +83,11 @@ class OneBitCodec(BlockCodec):
 
 
 def _return_codec(return_bits: int) -> Codec | None:
-    """Returns the codec of the return path; None is the one-bit codec itself."""
+    """Returns the codec of the return path; None for 1 bit, which takes the one-bit codec itself.
+
+    Raises:
+        ValueError: `return_bits` is not 1, 8 or 16.
+    """
     if return_bits not in (1, 8, 16):
         raise ValueError(f"`return_bits` is {return_bits}; wanted 1, 8 or 16")
     return {1: None, 8: QuantizeCodec(8), 16: CastCodec("bfloat16")}[return_bits]
@@ -97,9 +101,9 @@ class OneBit(TwoStage):
     docs/results/convergence.md ended half a point of accuracy behind plain DDP, with it a tenth.
 
     Args:
-        momentum: Folded in before the compression; the optimizer then runs without. Compressing plain gradients and
-            applying momentum afterwards costs several points of accuracy, because the compression error of the sign is
-            many gradients large and momentum amplifies it.
+        momentum: Factor of the momentum that is applied before the compression; the optimizer then runs without.
+            Compressing plain gradients and applying momentum afterwards costs several points of accuracy, because the
+            compression error of the sign is many gradients large and momentum amplifies it.
         warmup_steps: Steps at the start whose gradients are sent dense; 0 also means that all elements of a block count
             as equally large.
         return_bits: Bits an element on the return path, from the owners to all: 1, 8 (int8) or 16 (bfloat16). More bits
@@ -122,7 +126,7 @@ class OneBit(TwoStage):
             self.fields["scale"] = self.scale
 
     def shared(self) -> Sequence[ElementStore]:
-        """See `Stateful.shared`: the scales, and the sums that they are made of."""
+        """See `Planned.shared`: the scales, and the sums that they are made of."""
         return () if self.scale is None else (self.scale,)
 
     def scales_of(self, layout: Layout, device: torch.device) -> Tensor | None:

@@ -36,7 +36,7 @@ class QuantizeCodec(BlockCodec):
 
     @property
     def parameters(self) -> tuple[float, ...]:
-        """Bits, whether rounding is random, and by which key."""
+        """(bits, whether rounding is random, key or 0): the arguments of the kernels."""
         return self.bits, self.key is not None, self.key or 0
 
     @lru_cache(maxsize=1024)  # noqa: B019 - codecs are values, and every step asks for the same lengths
@@ -91,9 +91,9 @@ class Quantize(TwoStage):
 
     Args:
         name: "int8" or "int4".
-        stochastic: Round at random without bias, instead of to the nearest level.
-        seed: Of the random rounding; the numbers depend on (seed, step, rank, parameter, element) alone.
-        residual: Feed the rounding error back.
+        stochastic: Whether to round at random without bias, instead of to the nearest level.
+        seed: Seed of the random rounding; the numbers depend on (seed, step, rank, parameter, element) alone.
+        residual: Whether the rounding error is added to the next step's gradient.
         warmup_steps: Steps at the start whose gradients are sent dense.
 
     Raises:

@@ -15,9 +15,10 @@ WATERFILL_GROUP = 16384
 """Elements among which the bits are shared out. A quarter of them leaves twice the error: see
 docs/results/number_formats.md."""
 WATERFILL_BLOCK = 32
-"""Elements that share a scale and a width: a bit of each makes a word. Of 16, 32 and 64 the best on that page."""
+"""Elements that share a scale and a code width: one bit of each makes a 32-bit word. The best of 16, 32 and 64 on the
+same page."""
 WATERFILL_BITS = (2, 3, 4, 5)
-"""Bits an element that kernels exist for."""
+"""Mean bits per element for which there are kernels."""
 MOST_WIDTH = 8
 """The widest code, in bits."""
 _BLOCKS = WATERFILL_GROUP // WATERFILL_BLOCK
@@ -27,21 +28,27 @@ the largest finite one. 3 of the bits are mantissa: an octave has 8 scales."""
 _NAN_SCALE = 0x7FC
 """Scale of a group with inf or NaN: the upper bits of NaN."""
 _EMPTY = 255
-"""How far a block's scale lies below the group's, where it lies further or the block is zero: it gets no bits."""
+"""Marks a block of zeros, or one whose scale is too far below the group's to be expressed: it gets no bits."""
 
 
 def waterfill_words(blocks: int, bits: int) -> int:
-    """Returns how many words of 32 bits a group of so many blocks shares out: what its scales leave of `bits` each."""
+    """Returns how many 32-bit words a group has for its codes: `bits` for each block, less the words of its scales.
+
+    Args:
+        blocks: Number of blocks of 32 elements in the group.
+        bits: Mean bits per element.
+    """
     return bits * blocks - (_BLOCKS // 4 + 1) * blocks // _BLOCKS
 
 
 def _record_nbytes(numel: int, bits: int) -> int:
+    """Returns the bytes of the record of a group with `numel` elements."""
     blocks = -(-numel // WATERFILL_BLOCK)
     return 4 + -(-blocks // 4) * 4 + 4 * waterfill_words(blocks, bits)
 
 
 def _runs(numel: int, bits: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (first element, groups, elements of each, first byte): the full groups, then the short one."""
+    """Yields (first element, groups, elements of each group, first byte): full groups together, then a short one."""
     full, rest = divmod(numel, WATERFILL_GROUP)
     if full:
         yield 0, full, WATERFILL_GROUP, 0
@@ -50,28 +57,31 @@ def _runs(numel: int, bits: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def waterfill_least(bits: int) -> int:
-    """Returns the fewest bits of a block that is not empty: without, the smallest would wait for many steps."""
+    """Returns the least code width of a block that is not empty.
+
+    With width 0 the smallest blocks would not be sent before their residuals had grown for many steps.
+    """
     return bits - 1
 
 
 def _widths_at(below: Tensor, level: Tensor, least: int) -> Tensor:
-    """Bits of each block where the water stands at `level`: another one for each octave above the block's own scale."""
+    """Returns each block's code width at a water level: one bit more for each octave of the level above `below`."""
     widths = (((level - below) >> 3) + 1).clamp(least, MOST_WIDTH)
     return torch.where(below == _EMPTY, 0, widths)
 
 
 def waterfill_widths(below: Tensor, words: int, least: int) -> Tensor:
-    """Shares out words between the blocks of each group.
+    """Returns the code width of each block: distributes the words of each group over its blocks.
 
-    A bit more quarters a block's squared error, so that the next always goes to the block with the largest error left:
-    one of twice the scale has one bit more. Of blocks with the same error the first get theirs. Sender and receiver do
-    this alike, in whole numbers.
+    One more bit quarters a block's squared error. So each next word goes to the block with the largest error, and a
+    block of twice the scale gets one bit more. Of blocks with the same error the first ones come first. Sender and
+    receiver compute this alike, with integers.
 
     Args:
         below: (groups, blocks) int64: how many eighths of an octave each block's scale lies below its group's largest,
             0 to 254; 255 for none at all.
-        words: To share out.
-        least: Bits that every block has that is not empty.
+        words: Number of 32-bit words to distribute in each group; a block takes one for each bit of its code width.
+        least: Least code width of a block that is not empty.
 
     Returns:
         (groups, blocks) int64, 0 to 8; a row's sum is `words`, or less where all blocks that are not empty have 8.
@@ -89,7 +99,7 @@ def waterfill_widths(below: Tensor, words: int, least: int) -> Tensor:
 
 
 def _steps(scale: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return quantization step and low of each block: code c stands for low + c * step; both are 0 without bits."""
+    """Returns (step, low) of each block: code c decodes to low + c * step; both are 0 for a block without bits."""
     step = ((scale << 20) - (widths << 23)).to(torch.int32).view(torch.float32)  # half a step: scale / 2^width
     step = torch.where(widths > 0, step, 0.0)
     return 2.0 * step, (1 - (1 << widths)).float() * step
@@ -100,7 +110,7 @@ def _encode_groups(p: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
     Args:
         p: (groups, elements) float32.
-        bits: Of an element.
+        bits: Mean bits per element.
 
     Returns:
         The records (groups, bytes) uint8, and what they decode to, as p.
@@ -157,7 +167,7 @@ def _decode_groups(records: Tensor, bits: int, numel: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WaterfillCodec(BlockCodec):
-    """`bits` bits an element, scales included, shared out between the blocks of 32 of each 16,384 elements.
+    """Encodes with `bits` bits per element on average, scales included: large blocks of 32 elements get more of them.
 
     Blocks get codes of bits - 1 to 8 bits; see waterfill_widths. A block's scale is its largest magnitude, rounded up
     to one of eight steps in an octave; a code of w bits says in which of 2^w even cells from -scale to scale an element
@@ -172,7 +182,7 @@ class WaterfillCodec(BlockCodec):
     """
 
     bits: int
-    """2 to 5."""
+    """Mean bits per element, 2 to 5."""
 
     family: ClassVar[str] = "waterfill"
 
@@ -182,7 +192,7 @@ class WaterfillCodec(BlockCodec):
 
     @property
     def parameters(self) -> tuple[float, ...]:
-        """Bits of an element."""
+        """(bits,): the argument of the kernels."""
         return (self.bits,)
 
     @lru_cache(maxsize=1024)  # noqa: B019 - codecs are values, and every step asks for the same lengths
@@ -220,7 +230,7 @@ class Waterfill(TwoStage):
 
     Args:
         name: "waterfill5" for 5 bits an element, and so on.
-        residual: Feed the rounding error back.
+        residual: Whether the rounding error is added to the next step's gradient.
         warmup_steps: Steps at the start whose gradients are sent dense.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the kernels of every device need to know of a block codec: one description, found by name and numbers."""
+"""Description of a block codec for the kernels of every device: a name of a family, and numbers."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class BlockFormat(ABC):
-    """A format of payloads with kernels: how long a payload is, what is in it, and which kernels write and read it.
+    """Describes a format of payloads with kernels: a payload's length and content, and the kernels that handle it.
 
     A set of kernels (kernels/reference/, native.py, cuda/) has four operations, each written once for all formats:
     encode_pieces, decode_pieces, decode_reduce and reduce_encode. The compiled ones take their inner loops from a table
@@ -20,11 +20,11 @@ class BlockFormat(ABC):
     family: ClassVar[str]
     """Name of the kernels in csrc/cpu/kernels/codecs/block_format.cpp and in kernels/cuda/families.py."""
     alone_from: ClassVar[float] = 0.0
-    """What the sum of a single payload without an addend starts from; -0.0 leaves its zeros their signs."""
+    """Value from which the sum of a single payload without an addend starts; -0.0 keeps the signs of its zeros."""
 
     @property
     def parameters(self) -> tuple[float, ...]:
-        """The numbers that the family's kernels take, in their order."""
+        """The numbers that the family's kernels take as arguments, in their order; empty if they take none."""
         return ()
 
     @abstractmethod
@@ -32,12 +32,17 @@ class BlockFormat(ABC):
         """Returns the bytes of a payload of `numel` elements."""
 
     def torch_input(self, gradient: Tensor, residual: Tensor | None) -> Tensor:
-        """Returns p, what a payload is made of: (n) float32, gradient + residual unless the format says otherwise."""
+        """Returns p, the values to encode, (n) float32: gradient + residual, unless the format overrides this.
+
+        Args:
+            gradient: (n) float32; not changed.
+            residual: (n) float32 compression error of earlier payloads; None for none.
+        """
         return gradient if residual is None else gradient + residual
 
     @abstractmethod
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
-        """Writes the payload of p.
+        """Encodes p into a payload.
 
         Args:
             p: (n) float32, n >= 1.
@@ -49,7 +54,7 @@ class BlockFormat(ABC):
 
     @abstractmethod
     def torch_add(self, payload: Tensor, total: Tensor) -> None:
-        """Adds what a payload decodes to.
+        """Decodes a payload, and adds the result to `total`.
 
         Args:
             payload: 1-D uint8, at least wire_nbytes(n) long; whatever it holds, nothing outside `total` is written.

@@ -15,7 +15,7 @@ logger = logging.getLogger("gradwire")
 
 
 class Kernels(Protocol):
-    """What a set of kernels offers; compressors/kernels/reference/ defines and documents each of them."""
+    """Functions that a set of kernels offers; compressors/kernels/reference/ defines and documents each of them."""
 
     def encode_pieces(
         self,
@@ -26,13 +26,13 @@ class Kernels(Protocol):
         payloads: Tensor,
         width: int,
     ) -> None:
-        """See reference.encode_pieces."""
+        """See `reference.encode_pieces`."""
 
     def decode_pieces(self, codec: BlockFormat, payloads: Tensor, target: Tensor, width: int) -> None:
-        """See reference.decode_pieces."""
+        """See `reference.decode_pieces`."""
 
     def decode_reduce(self, codec: BlockFormat, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-        """See reference.decode_reduce."""
+        """See `reference.decode_reduce`."""
 
     def reduce_encode(
         self,
@@ -43,10 +43,10 @@ class Kernels(Protocol):
         reduced: Tensor,
         numel: int,
     ) -> None:
-        """See reference.reduce_encode."""
+        """See `reference.reduce_encode`."""
 
     def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
-        """See reference.dgc_step."""
+        """See `reference.dgc_step`."""
 
     def dgc_step_many(
         self,
@@ -58,32 +58,32 @@ class Kernels(Protocol):
         indices: Tensor,
         values: Tensor,
     ) -> None:
-        """See reference.dgc_step_many."""
+        """See `reference.dgc_step_many`."""
 
     def dgc_sum(self, payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
-        """See reference.dgc_sum."""
+        """See `reference.dgc_sum`."""
 
     def scatter_add(self, indices: Tensor, values: Tensor, target: Tensor) -> None:
-        """See reference.scatter_add."""
+        """See `reference.scatter_add`."""
 
     def powersgd_project(self, matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
-        """See reference.powersgd_project."""
+        """See `reference.powersgd_project`."""
 
     def powersgd_back_project(self, matrix: Tensor, p: Tensor, q: Tensor) -> None:
-        """See reference.powersgd_back_project."""
+        """See `reference.powersgd_back_project`."""
 
     def powersgd_restore(
         self, matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor
     ) -> None:
-        """See reference.powersgd_restore."""
+        """See `reference.powersgd_restore`."""
 
     def powersgd_project_many(
         self, flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor
     ) -> None:
-        """See reference.powersgd_project_many."""
+        """See `reference.powersgd_project_many`."""
 
     def powersgd_back_project_many(self, flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
-        """See reference.powersgd_back_project_many."""
+        """See `reference.powersgd_back_project_many`."""
 
     def powersgd_restore_many(
         self,
@@ -94,10 +94,10 @@ class Kernels(Protocol):
         q_own: Tensor,
         q_sum: Tensor,
     ) -> None:
-        """See reference.powersgd_restore_many."""
+        """See `reference.powersgd_restore_many`."""
 
     def orthogonalize_many(self, matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
-        """See reference.orthogonalize_many."""
+        """See `reference.orthogonalize_many`."""
 
 
 class _KernelsByDevice(dict[str, Kernels]):
@@ -118,10 +118,10 @@ operators, and a warning says what to install. `register_kernels("cuda", referen
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Returns the kernels for tensors on a device, and chooses them now if none of its type were chosen before.
+    """Returns the kernels for tensors on a device, and chooses them at the first call for its type.
 
     Args:
-        device: Whose driver and compute capability count; of a type that is known, any.
+        device: The device. At the first call for its type, its driver and compute capability decide.
     """
     if device.type not in KERNELS_ON:
         register_kernels(device.type, _choose(device.type, device.index))
@@ -129,7 +129,7 @@ def kernels_for(device: torch.device) -> Kernels:
 
 
 def kernels_name(device: torch.device) -> str:
-    """Returns how the kernels for a device are called: `native`, `cuda`, `reference`, or a name of a user's own."""
+    """Returns the name of the kernels for a device: `native`, `cuda`, `reference`, or that of the user's own module."""
     kernels = kernels_for(device)
     return str(getattr(kernels, "__name__", type(kernels).__name__)).rpartition(".")[2]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def hash_uniforms(key: int, numel: int, device: torch.device) -> Tensor:
-    """Returns `numel` numbers in [0, 1) that depend on `key` and their index alone.
+    """Returns (numel) float32 numbers in [0, 1) that depend only on `key` (32 bits) and their index.
 
     Source: the 32-bit finaliser of MurmurHash3 (Austin Appleby, public domain).
     """

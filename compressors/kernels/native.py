@@ -1,4 +1,4 @@
-"""The compiled CPU kernels behind tensors: each function is the twin of the one in compressors/kernels/reference/.
+"""The compiled CPU kernels, called with tensors: each function has a twin in compressors/kernels/reference/.
 
 Each checks its tensors first (ValueError), and passes addresses to gradwire._native (csrc/cpu).
 """
@@ -54,7 +54,8 @@ def _check_pieces(codec: BlockFormat, payloads: Tensor, width: int, numel: int) 
     """Refuses payloads that have fewer rows than there are pieces, or shorter ones than a kernel reads or writes.
 
     Raises:
-        ValueError: See above and `_check_rows`; or `width` is no number of elements, where there are some.
+        ValueError: `payloads` has too few or too short rows, or another dtype than uint8; or `width` is below 1 though
+            there are elements.
     """
     _check_rows("payloads", payloads, codec.wire_nbytes(min(width, numel)))
     if (numel and width < 1) or len(payloads) * width < numel or payloads.dtype != torch.uint8:
@@ -77,7 +78,7 @@ def encode_pieces(
     payloads: Tensor,
     width: int,
 ) -> None:
-    """See reference.encode_pieces."""
+    """See `reference.encode_pieces`."""
     numel = gradient.numel()
     _check(numel, torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
     _check_pieces(codec, payloads, width, numel)
@@ -93,7 +94,7 @@ def encode_pieces(
 
 
 def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: int) -> None:
-    """See reference.decode_pieces."""
+    """See `reference.decode_pieces`."""
     numel = target.numel()
     _check(numel, torch.float32, target=target)
     _check_pieces(codec, payloads, width, numel)
@@ -101,7 +102,7 @@ def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: i
 
 
 def decode_reduce(codec: BlockFormat, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """See reference.decode_reduce."""
+    """See `reference.decode_reduce`."""
     _check(target.numel(), torch.float32, addend=addend, target=target)
     _check_rows("payloads", payloads, codec.wire_nbytes(target.numel()))
     _loops_of(codec).decode_reduce(
@@ -122,7 +123,7 @@ def reduce_encode(
     reduced: Tensor,
     numel: int,
 ) -> None:
-    """See reference.reduce_encode."""
+    """See `reference.reduce_encode`."""
     nbytes = codec.wire_nbytes(numel)
     _check(numel, torch.float32, residual=residual, new_residual=new_residual)
     _check(nbytes, torch.uint8, reduced=reduced)
@@ -139,7 +140,7 @@ def reduce_encode(
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
-    """See reference.dgc_step."""
+    """See `reference.dgc_step`."""
     numel, k = gradient.numel(), indices.numel()
     _check(
         numel,
@@ -169,11 +170,11 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
 
 
 dgc_step_many = partial(step_each, dgc_step)
-"""See reference.dgc_step_many."""
+"""See `reference.dgc_step_many`."""
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
-    """See reference.scatter_add.
+    """See `reference.scatter_add`.
 
     Raises:
         IndexError: An index is outside `target`; nothing was added.
@@ -185,11 +186,11 @@ def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
 
 
 dgc_sum = partial(sum_each, scatter_add)
-"""See reference.dgc_sum. An index outside `target` raises IndexError; what came before it was added."""
+"""See `reference.dgc_sum`. An index outside `target` raises IndexError; what came before it was added."""
 
 
 def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
-    """See reference.powersgd_project."""
+    """See `reference.powersgd_project`."""
     (rows, columns), rank = matrix.shape, len(q)
     _check(rows * columns, torch.float32, matrix=matrix, residual=residual)
     _check(rank * columns, torch.float32, q=q)
@@ -198,7 +199,7 @@ def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tens
 
 
 def powersgd_back_project(matrix: Tensor, p: Tensor, q: Tensor) -> None:
-    """See reference.powersgd_back_project."""
+    """See `reference.powersgd_back_project`."""
     (rows, columns), rank = matrix.shape, len(q)
     _check(rows * columns, torch.float32, matrix=matrix)
     _check(rank * columns, torch.float32, q=q)
@@ -207,7 +208,7 @@ def powersgd_back_project(matrix: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
-    """See reference.powersgd_restore."""
+    """See `reference.powersgd_restore`."""
     (rows, columns), rank = matrix.shape, len(p)
     _check(rows * columns, torch.float32, matrix=matrix, new_residual=new_residual)
     _check(rank * rows, torch.float32, p=p)
@@ -218,20 +219,20 @@ def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_o
 
 
 powersgd_project_many = partial(project_each, powersgd_project)
-"""See reference.powersgd_project_many."""
+"""See `reference.powersgd_project_many`."""
 powersgd_back_project_many = partial(back_project_each, powersgd_back_project)
-"""See reference.powersgd_back_project_many."""
+"""See `reference.powersgd_back_project_many`."""
 powersgd_restore_many = partial(restore_each, powersgd_restore)
-"""See reference.powersgd_restore_many."""
+"""See `reference.powersgd_restore_many`."""
 
 
 def orthogonalize(matrix: Tensor, key: int) -> None:
-    """See reference.orthogonalize."""
+    """See `reference.orthogonalize`."""
     _check(matrix.numel(), torch.float32, matrix=matrix)
     _native.orthogonalize(matrix.data_ptr(), matrix.shape[0], matrix.shape[1], key)
 
 
 def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
-    """See reference.orthogonalize_many."""
+    """See `reference.orthogonalize_many`."""
     for matrix, key in zip(matrices, keys, strict=True):
         orthogonalize(matrix, key)

@@ -16,31 +16,32 @@ from gradwire.compressors.rules import Rule, first_match, rules_from
 
 
 class HasParameters(Protocol):
-    """A model, or what stands for one whose state never saw it; one that can be referred to weakly."""
+    """A model, or an object that stands for one; it must allow weak references."""
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """The parameters by the names that rules match."""
+        """Yields (name, parameter); rules match these names."""
 
 
 Check = tuple[CompressorUse, tuple[Rule, ...]]
+"""(main compressor, rules) against which a model's optimizer is checked."""
 
 _checks: WeakKeyDictionary[HasParameters, Check] = WeakKeyDictionary()
 """Main compressor and rules of each model."""
 
 _passed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[HasParameters, tuple[Check, int]]] = WeakKeyDictionary()
-"""Optimizer that has stepped -> the models that it was checked for, by which check, and with how many groups."""
+"""Optimizer that has stepped -> model for which it was checked -> (check, number of the optimizer's groups then)."""
 
 Resumed = Callable[[], None]
-"""Called where an optimizer goes on from a checkpoint."""
+"""Function that is called if an optimizer continues from a checkpoint."""
 Averaged = Callable[[], bool]
-"""Whether gradients of the model have been averaged: a step before that is none of training."""
+"""Function that returns whether gradients of the model have been averaged; before that, no step is one of training."""
 
 _resumed: WeakKeyDictionary[HasParameters, tuple[Resumed, Averaged]] = WeakKeyDictionary()
 
 _seen: WeakSet[Optimizer] = WeakSet()
 """Optimizers that have taken a step."""
 _made_their_state: WeakSet[Optimizer] = WeakSet()
-"""Those among them that had no state before it, and into which none was loaded since."""
+"""Optimizers that had no state before their first step, and have loaded none since."""
 
 
 def check_at_first_step(
@@ -58,17 +59,17 @@ def check_at_first_step(
     optimizer that steps on the model's parameters is checked, once, and again where it has got more groups.
 
     Args:
-        model: Whose gradients the compressor averages; not kept alive. Asked for its parameters at that first step.
-        compressor_name: As in `compressor=`.
+        model: Model whose gradients the compressor averages; not kept alive. Its parameters are read at that step.
+        compressor_name: Name of the main compressor, as in `compressor=`.
         options: The compressor's options.
-        rules: As in `rules=`.
-        resumed: Called once, before the first step of training on the model's parameters, where the optimizer's state
-            was loaded.
+        rules: The user's rules, as in `rules=`.
+        resumed: Called once, before the first step of training on the model's parameters, if the optimizer's state was
+            loaded; None calls nothing.
         averaged: Tells a step of training from others: torch.distributed.checkpoint takes one to make the state into
             which it loads.
 
     Returns:
-        What `withdraw` takes back.
+        The check, to be passed to `withdraw`.
     """
     check = _checks[model] = CompressorUse(compressor_name, options), rules_from(rules)
     if resumed is not None:
@@ -78,7 +79,12 @@ def check_at_first_step(
 
 
 def withdraw(model: HasParameters, check: Check | None) -> None:
-    """Takes back what `check_at_first_step` returned for this model, unless a later check has replaced it."""
+    """Ends a check of `check_at_first_step`, unless a later one has replaced it.
+
+    Args:
+        model: The model that is checked.
+        check: Result of `check_at_first_step` for it; None does nothing.
+    """
     if check is not None and _checks.get(model) is check:
         del _checks[model]
         _resumed.pop(model, None)
@@ -86,14 +92,19 @@ def withdraw(model: HasParameters, check: Check | None) -> None:
 
 @cache
 def watch_optimizers() -> RemovableHandle:
-    """Sees every optimizer's steps from now on: for who will check a model that is not known yet.
+    """Registers a hook before every optimizer's steps, once for the process; also called before any model is known.
 
-    Once for the process: torch runs its hooks in a loop that does not allow one to remove itself.
+    The hook is never removed: torch runs its hooks in a loop that does not allow one to remove itself.
     """
     return register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
+    """Runs before each step of any optimizer: checks it for every model whose parameters it changes.
+
+    Raises:
+        ValueError: A compressor and the optimizer are known to fail together.
+    """
     if optimizer not in _seen:
         _seen.add(optimizer)
         if not any(optimizer.state.values()):
@@ -119,7 +130,13 @@ def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
 
 
 def _look_for_checkpoint(model: HasParameters, optimizer: Optimizer, parameters: Collection[int]) -> None:
-    """Calls the model's `resumed` where the optimizer's state of these parameters (their ids) was loaded."""
+    """Calls the model's `resumed` callback, once, if the optimizer's state of its parameters was loaded.
+
+    Args:
+        model: The model.
+        optimizer: Optimizer that is about to step.
+        parameters: `id` of each parameter of the model.
+    """
     resumed, averaged = _resumed.get(model, (None, None))
     if resumed is None or averaged is None or not averaged():
         return

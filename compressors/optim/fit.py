@@ -1,4 +1,4 @@
-"""Which compressor fits which optimizer: refuse what is known to fail, and move the momentum before the compression."""
+"""Checks that a compressor fits an optimizer: refuses pairs known to fail, moves momentum before the compression."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ logger = logging.getLogger("gradwire")
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "adafactor", "adamax")
 """Parts of the class names of optimizers that divide by a running second moment of the gradient."""
 MOMENTUM = ("momentum", "mu")
-"""What optimizers call it in their groups: most of them, and Muon and Dion of the package `dion`."""
+"""Keys of the momentum in optimizers' groups: of most optimizers, and of Muon and Dion of the package `dion`."""
 WITH_MOMENTUM = ("onebit", "dgc")
-"""Compressors that fold the momentum in before they compress."""
+"""Names of compressors that apply the momentum before they compress."""
 
 ORTHOGONALISING = ("muon", "dion")
-"""Parts of the class names of optimizers that make all directions of a matrix' momentum alike."""
+"""Parts of the class names of optimizers that orthogonalise a matrix's momentum: its directions get equal length."""
 BEHIND_UNDER_MUON = {
     "int4": 0.041,
     "waterfill4": 0.031,
@@ -54,9 +54,9 @@ class CompressorUse:
     """A compressor with its options, and the rule that names it."""
 
     name: str
-    """As in `compressor=`."""
+    """Name of the compressor, as in `compressor=`."""
     options: Mapping[str, Option]
-    """Those that the user gave."""
+    """Options that the user set; all others have their defaults."""
     pattern: str | None = None
     """Pattern of the rule that named it; None for the main compressor."""
 
@@ -66,15 +66,15 @@ class CompressorUse:
 
 
 def check_optimizer(compressor_name: str, optimizer: Optimizer, options: Mapping[str, Option] | None = None) -> None:
-    """Refuses, or warns of, a compressor and an optimizer that are known to fail together, or to end behind.
+    """Refuses a compressor and an optimizer that are known to fail together; warns of one that reaches a higher loss.
 
     Signs give Adam a second moment that is the same for all elements of a block, and a thousandth of the gradient
     gives it one that is zero almost everywhere. Momentum on both sides of the compression is applied twice.
 
     Args:
-        compressor_name: As in `compressor=`.
-        optimizer: Steps on the compressed gradients.
-        options: The compressor's options.
+        compressor_name: Name of the compressor, as in `compressor=`.
+        optimizer: Optimizer that steps on the compressed gradients.
+        options: The compressor's options; None takes the defaults.
 
     Raises:
         ValueError: The pair is known to fail; the message says what to use instead.
@@ -90,8 +90,8 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
 
     Args:
         use: The compressor.
-        optimizer: Steps on the compressed gradients.
-        groups: Of its `param_groups`, those that hold parameters of the compressor.
+        optimizer: Optimizer that steps on the compressed gradients.
+        groups: Those of its `param_groups` that hold parameters of the compressor.
 
     Raises:
         ValueError: The pair is known to fail; the message says what to use instead, and names the rule.
@@ -129,12 +129,12 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
 
 
 def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> str:
-    """Returns what a pair that works is known to cost; empty where nothing is known against it.
+    """Returns the known cost of a pair that works, as the end of a warning; empty if no cost is known.
 
     Args:
-        name: As in `compressor=`.
-        options: All of the compressor's, defaults included: `options_of`.
-        kind: The optimizer's class, or a name such as `adamw`.
+        name: Name of the compressor, as in `compressor=`.
+        options: All options of the compressor, defaults included; see `options_of`.
+        kind: Class name of the optimizer, or a name such as `adamw`.
     """
     rank, density = options.get("rank"), options.get("density")
     behind = BEHIND_UNDER_MUON.get(name.partition("+")[0])

@@ -14,10 +14,10 @@ Loss = TypeVar("Loss")
 
 
 class _LayerwiseOptimizer(Optimizer):
-    """What both share: checks, norms without a wait for the device, and one dimension left out.
+    """Base of `Lars` and `Lamb`: checks options and gradients, and keeps buffers.
 
     Args:
-        parameters: As for any torch optimizer; floating-point.
+        parameters: Parameters or groups, as for any torch optimizer; floating-point.
         defaults: Hyper-parameters of the groups: lr, weight_decay, adapt_vectors and the subclass's own.
     """
 
@@ -31,8 +31,11 @@ class _LayerwiseOptimizer(Optimizer):
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
         """Takes one step; parameters without a gradient stay as they are.
 
+        Args:
+            closure: Computes the loss and the gradients again; None steps on the gradients that are there.
+
         Returns:
-            What `closure` returned.
+            Result of `closure`; None without one.
 
         Raises:
             TypeError: A gradient is sparse or complex.
@@ -60,14 +63,14 @@ class _LayerwiseOptimizer(Optimizer):
         """Changes the parameters of one group, in place.
 
         Args:
-            group: With the hyper-parameters.
-            parameters: Those that have a gradient.
-            gradients: Theirs; not changed.
+            group: The optimizer's group, with the hyper-parameters.
+            parameters: Parameters of the group that have a gradient.
+            gradients: Their gradients; not changed.
         """
         raise NotImplementedError
 
     def _buffers(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        """A buffer of each parameter, zero at first."""
+        """Returns the buffer `name` of each parameter from the optimizer's state; made at the first call, of zeros."""
         for parameter in parameters:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -89,13 +92,13 @@ class Lars(_LayerwiseOptimizer):
     Args:
         parameters: As for any torch optimizer.
         lr: Learning rate, as large as that of SGD with this batch or larger: the ratio makes each step small.
-        momentum: Of the heavy ball.
-        weight_decay: Added to the gradient, and to the norm in the ratio.
-        trust: How large a step is against the weights, with lr 1. Source: You et al., section 5 (0.001).
-        nesterov: Nesterov's momentum instead of the heavy ball.
-        eps: Added to the norm that is divided by.
-        adapt_vectors: Biases and norms are adapted too; else they step as under SGD, with lr as it is. Source: of
-            leaving them out, the authors' code, and MLPerf's rules for ResNet-50.
+        momentum: Factor of the momentum (heavy ball); 0 for none.
+        weight_decay: Factor of the weights that are added to the gradient; counts in the ratio of norms, too.
+        trust: Length of a step in proportion to the weights, with lr 1. Source: You et al., section 5 (0.001).
+        nesterov: Whether to use Nesterov's momentum instead of the heavy ball.
+        eps: Number added to the norm that is divided by.
+        adapt_vectors: Whether biases and norms are adapted too; else they step as under SGD, with lr alone. Source for
+            leaving them out: the authors' code, and MLPerf's rules for ResNet-50.
 
     Source: You, Gitman, Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888), algorithm 1.
     """
@@ -152,10 +155,10 @@ class Lamb(_LayerwiseOptimizer):
         parameters: As for any torch optimizer.
         lr: Learning rate: the step's length in proportion to the weights.
         betas: Decay of the first and second moment; both are corrected for their start at zero.
-        eps: Added to the root of the second moment.
-        weight_decay: Added to the update before its norm is taken.
-        adapt_vectors: Biases and norms are adapted too; else they step as under Adam. Source: of leaving them out, the
-            authors' code for BERT.
+        eps: Number added to the root of the second moment.
+        weight_decay: Factor of the weights that are added to the update before its norm is taken.
+        adapt_vectors: Whether biases and norms are adapted too; else they step as under Adam. Source for leaving them
+            out: the authors' code for BERT.
 
     Source: You et al., Large Batch Optimization for Deep Learning, ICLR 2020 (arXiv 1904.00962), algorithm 2, with the
         identity as its function phi.

@@ -24,7 +24,7 @@ def encode_pieces(
     payloads: Tensor,
     width: int,
 ) -> None:
-    """See reference.encode_pieces; one launch."""
+    """See `reference.encode_pieces`; one launch."""
     family, device, numel = family_of(codec), gradient.device, gradient.numel()
     check_tensors(device, numel, torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
     check_pieces(device, payloads, numel, width, codec.wire_nbytes(width))
@@ -38,7 +38,7 @@ def encode_pieces(
 
 
 def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: int) -> None:
-    """See reference.decode_pieces; one launch."""
+    """See `reference.decode_pieces`; one launch."""
     family, device, numel = family_of(codec), target.device, target.numel()
     check_tensors(device, numel, torch.float32, target=target)
     check_pieces(device, payloads, numel, width, codec.wire_nbytes(width))
@@ -50,7 +50,7 @@ def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: i
 
 
 def decode_reduce(codec: BlockFormat, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """See reference.decode_reduce."""
+    """See `reference.decode_reduce`."""
     family, device, numel = family_of(codec), target.device, target.numel()
     check_tensors(device, numel, torch.float32, addend=addend, target=target)
     check_rows(device, "payloads", payloads, codec.wire_nbytes(numel))
@@ -67,7 +67,7 @@ def reduce_encode(
     reduced: Tensor,
     numel: int,
 ) -> None:
-    """See reference.reduce_encode."""
+    """See `reference.reduce_encode`."""
     family, device = family_of(codec), reduced.device
     check_tensors(device, numel, torch.float32, residual=residual, new_residual=new_residual)
     check_tensors(device, codec.wire_nbytes(numel), torch.uint8, reduced=reduced)
@@ -101,7 +101,7 @@ def _start(family: Family, payloads: Tensor) -> int:
     """Returns the address of payloads.
 
     Raises:
-        ValueError: It is no multiple of the width of what they are made of.
+        ValueError: The address is no multiple of `family.word`.
     """
     if payloads.data_ptr() % family.word:
         raise ValueError(f"`payloads` begin at an odd address; wanted a multiple of {family.word} bytes")
@@ -118,7 +118,7 @@ def _side_by_side(codec: BlockFormat, payloads: Tensor, numel: int, width: int) 
     """Returns the payloads of all pieces as the payload of the whole tensor, (1, wire_nbytes(numel)) uint8.
 
     Raises:
-        ValueError: They are apart.
+        ValueError: There are gaps between the payloads.
     """
     nbytes = codec.wire_nbytes(numel)
     if len(payloads) > 1 and payloads.stride(0) != codec.wire_nbytes(width):

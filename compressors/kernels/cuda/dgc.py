@@ -26,9 +26,14 @@ _MOST_NUMEL = 2**31 - 1
 
 
 def _sample_rank(numel: int, k: int) -> tuple[int, int]:
-    """Returns how many lines to sample, and which of the sample's largest is the threshold; 0 is none.
+    """Returns how to estimate the k-th largest magnitude of `numel` elements from a sample.
 
-    Four standard deviations of the sample's count above k: a threshold that a few more than k elements reach.
+    The rank is four standard deviations above the one expected for k, so that a few more than k elements reach the
+    threshold.
+
+    Returns:
+        Number of lines of 16 elements to sample, and the rank of the threshold among the sample's magnitudes, from 1
+        (the largest); a rank of 0 takes no threshold.
     """
     lines = min(_SAMPLE_LINES, numel // _LINE)
     if not lines:
@@ -40,11 +45,14 @@ def _sample_rank(numel: int, k: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _table(runs: tuple[DgcRun, ...], budget: int) -> tuple[tuple[int, ...], int, int]:
-    """Returns struct Parameter of csrc/cuda/marks.cuh for each run, and the tiles and CTAs of all of them.
+    """Returns the table of the selection's kernels.
 
     Args:
         runs: The parameters.
-        budget: CTAs that the selection may start; each parameter gets a share of them, and at least one.
+        budget: Number of CTAs to distribute over the parameters by their size; each gets at least one.
+
+    Returns:
+        The words of struct Parameter of csrc/cuda/marks.cuh for each run; the number of tiles and of CTAs in all.
     """
     words: list[int] = []
     counts = [-(-run.numel // _TILE) for run in runs]
@@ -85,7 +93,7 @@ def _check_step(
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
-    """See reference.dgc_step.
+    """See `reference.dgc_step`.
 
     Raises:
         ValueError: A tensor has another device, dtype or numel, or there are more `indices` than elements.
@@ -103,7 +111,7 @@ def dgc_step_many(
     indices: Tensor,
     values: Tensor,
 ) -> None:
-    """See reference.dgc_step_many; seven launches however many parameters there are, and no wait for the device.
+    """See `reference.dgc_step_many`; seven launches however many parameters there are, and no wait for the device.
 
     Raises:
         ValueError: A tensor has another device, dtype or numel, a run is outside the gradient, or its count is out of
@@ -141,7 +149,7 @@ def dgc_step_many(
 
 
 def dgc_sum(payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
-    """See reference.dgc_sum; one launch, and the same bits every time.
+    """See `reference.dgc_sum`; one launch, and the same bits every time.
 
     An index outside `target` makes target[0] NaN: raising an error would mean waiting for the device.
 
@@ -174,7 +182,7 @@ def dgc_sum(payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tens
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
-    """See reference.scatter_add.
+    """See `reference.scatter_add`.
 
     An index that occurs once gives the same bits every time; where one occurs more than twice, the order of its
     additions is unspecified. An index outside `target` makes target[0] NaN: raising an error would mean waiting for the

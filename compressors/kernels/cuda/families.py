@@ -1,4 +1,4 @@
-"""How the kernels of csrc/cuda are launched for each family of block codecs: the binding of a codec to CUDA."""
+"""Grids and arguments with which the kernels of csrc/cuda are launched, for each family of block codecs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,54 +12,55 @@ from gradwire.compressors.kernels.cuda.launch import RUN, THREADS, Argument
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One kernel: its grid, and its arguments beside addresses, strides and numbers of elements.
+    """Describes one kernel: its grid, and its arguments beside addresses, strides and numbers of elements.
 
-    The elements are cut into units, the short last one of each piece too; that many times `lanes` threads are started,
-    or fewer, whose loops then do the rest.
+    The elements of each piece are cut into units, of which the last may be short. At most `lanes` threads for each unit
+    are started; if there are fewer, the kernel's loop does the rest.
     """
 
     kernel: str
     """Name of the `__global__` function."""
     unit: int
-    """Elements of a unit."""
+    """Number of elements in a unit."""
     lanes: int = 32
-    """Threads that work on a unit: a warp, a thread or a CTA."""
+    """Number of threads that work on one unit: 32 (a warp), 1, or those of a CTA."""
     first: tuple[Argument, ...] = ()
-    """Arguments in front of all others."""
+    """Arguments that are passed before all others."""
     last: tuple[Argument, ...] = ()
-    """Arguments behind all others."""
+    """Arguments that are passed after all others."""
     counted: bool = False
-    """Whether the number of units follows the numbers of elements."""
+    """True if the kernel takes the number of units as an argument, after the numbers of elements."""
     resident: int = 0
-    """CTAs that a multiprocessor keeps of a kernel that is started in whole waves; 0: as many CTAs as there is work."""
+    """CTAs of this kernel that a multiprocessor runs at a time, if it is started in whole waves (`even_grid`); 0 starts
+    as many CTAs as there is work for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The kernels of one codec."""
+    """Describes the kernels of one codec, one for each operation."""
 
     file: str
     """File in csrc/cuda, without its suffix."""
     encode_pieces: Stage
     decode_pieces: Stage | None
-    """None where payloads lie side by side, as one payload: then decode_reduce does it, and no kernel takes pieces."""
+    """None if the payloads of all pieces, side by side, are one payload: then decode_reduce decodes them."""
     decode_reduce: Stage
     reduce_encode: Stage | None
-    """None where decode_reduce and encode_pieces have to do it."""
+    """None if the operation is carried out by decode_reduce and then encode_pieces."""
     threads: int = THREADS
     """Threads of a CTA."""
     cta_each: bool = False
-    """Whether each unit has a CTA of its own, however many there are."""
+    """True if a CTA is started for each unit, however many there are; else a loop limits the number of CTAs."""
     word: int = 1
-    """Bytes of what payloads are made of: rows begin at multiples of it, and strides are counted in it."""
+    """Bytes of a payload's smallest unit: rows begin at multiples of it, and strides are counted in it."""
 
 
 _ONEBIT_RESIDENT = 3
-"""kResident of csrc/cuda/onebit.cu: CTAs of the encoding kernel that a multiprocessor keeps."""
+"""kResident of csrc/cuda/onebit.cu: CTAs of the encoding kernel that run on a multiprocessor at a time."""
 
 
 def onebit() -> Family:
-    """1,024 elements a warp."""
+    """Returns the kernels of `OneBitCodec`; a warp handles 1,024 elements."""
     return Family(
         file="onebit",
         encode_pieces=Stage("onebit_encode", 1024, counted=True, resident=_ONEBIT_RESIDENT),
@@ -70,7 +71,13 @@ def onebit() -> Family:
 
 
 def quantize(bits: float, random: float, key: float) -> Family:
-    """512 elements a warp, and `RUN` a thread where nothing but codes is read."""
+    """Returns the kernels of `QuantizeCodec`; a warp handles 512 elements, or 32 * `RUN` where it only decodes.
+
+    Args:
+        bits: Bits of an element, 4 or 8.
+        random: 1 for random rounding, 0 for rounding to nearest.
+        key: Key of the random rounding, 32 bits; 0 without it.
+    """
     rounding = np.int32(random), np.uint32(key)
     return Family(
         file="quantize",
@@ -86,7 +93,7 @@ _GROUP, _GROUP_THREADS = 16384, 512
 
 
 def waterfill(bits: float) -> Family:
-    """A group a CTA."""
+    """Returns the kernels of `WaterfillCodec` with `bits` bits an element; a CTA handles a group of 16,384 elements."""
     first = (np.int32(bits),)
     return Family(
         file="waterfill",
@@ -100,7 +107,15 @@ def waterfill(bits: float) -> Family:
 
 
 def cast(half: float, scale: float) -> Family:
-    """`RUN` elements a thread. The owner's stage has no factor: with one it is two launches."""
+    """Returns the kernels of `CastCodec`; a thread handles `RUN` elements.
+
+    The kernel of reduce_encode takes no factor. So with a `scale` other than 1 the family has none, and the owner's
+    stage is two launches: decode_reduce, then encode_pieces.
+
+    Args:
+        half: 1 for payloads of float16, 0 for bfloat16.
+        scale: Factor of the elements before they are rounded.
+    """
     name = "f16" if half else "bf16"
     return Family(
         file="cast",
@@ -118,7 +133,7 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "quantize": quantize,
     "waterfill": waterfill,
 }
-"""`BlockFormat.family` -> what makes its kernels, called with the format's parameters."""
+"""`BlockFormat.family` -> function that returns its kernels, called with `BlockFormat.parameters`."""
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +141,7 @@ def family_of(codec: BlockFormat) -> Family:
     """Returns the kernels of a codec.
 
     Raises:
-        ValueError: There are none.
+        ValueError: csrc/cuda has no kernels for its family.
     """
     if codec.family not in FAMILIES:
         raise ValueError(f"`family` is {codec.family!r}, which has no kernels in csrc/cuda: {', '.join(FAMILIES)} have")

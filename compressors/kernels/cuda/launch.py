@@ -1,4 +1,4 @@
-"""How a CUDA kernel starts: on torch's current stream, from addresses, without waiting for the device."""
+"""Launches of CUDA kernels on torch's current stream, with addresses as arguments, without waiting for the device."""
 
 import functools
 import importlib
@@ -33,12 +33,12 @@ def _multiprocessors(device_index: int) -> int:
 
 
 def blocks_for(device: torch.device, threads: int, most: int = _MOST_CTAS) -> int:
-    """Returns how many CTAs to start for this much work; where there is more, the kernel's loop does the rest.
+    """Returns how many CTAs to start for this many threads, up to a limit; above it, the kernel's loop does the rest.
 
     Args:
         device: Where the kernel runs.
-        threads: One for each independent piece of the work.
-        most: Limit, in CTAs for each multiprocessor.
+        threads: Number of threads, one for each independent piece of the work.
+        most: Maximum number of CTAs for each multiprocessor.
     """
     return min(-(-threads // THREADS), _multiprocessors(_index(device)) * most)
 
@@ -50,26 +50,26 @@ def even_grid(ctas: int, slots: int) -> int:
     From eight waves on the last one costs little, and CTAs that replace each other are balanced better.
 
     Args:
-        ctas: As many as there is work for, each with one turn.
-        slots: CTAs that the device keeps resident.
+        ctas: Number of CTAs if each had one turn of the loop.
+        slots: Number of CTAs that run on the device at a time.
     """
     turns = -(-ctas // slots)
     return min(ctas, 8 * slots) if turns > 8 else -(-ctas // max(turns, 1))
 
 
 def blocks_in_waves(device: torch.device, threads: int, resident: int) -> int:
-    """Returns how many CTAs to start for this much work, in whole waves; see `even_grid`.
+    """Returns how many CTAs to start for this many threads, in whole waves; see `even_grid`.
 
     Args:
-        device: Where the kernel runs.
-        threads: One for each independent piece of the work.
-        resident: CTAs that a multiprocessor keeps of this kernel.
+        device: CUDA device on which the kernel runs.
+        threads: Number of threads, one for each independent piece of the work.
+        resident: Number of CTAs of this kernel that run on a multiprocessor at a time.
     """
     return even_grid(-(-threads // THREADS), _multiprocessors(_index(device)) * resident)
 
 
 def blocks_of_pieces(numel: int, width: int, block: int) -> int:
-    """Returns how many blocks all pieces of a tensor have together: the first block of each piece begins where it does.
+    """Returns the number of blocks in all pieces of a tensor; each piece begins a new block, its last may be short.
 
     Args:
         numel: Elements of the tensor.
@@ -215,11 +215,11 @@ def check_pieces(device: torch.device, payloads: Tensor, numel: int, width: int,
     """Refuses payloads that are fewer or shorter than the pieces of a tensor need.
 
     Args:
-        device: Where they must lie.
-        payloads: 2-D uint8, one row a piece.
+        device: Device on which `payloads` must be.
+        payloads: 2-D uint8, one row for each piece.
         numel: Elements of the tensor.
-        width: Of a piece.
-        nbytes: Of a payload of `width` elements.
+        width: Elements of a piece.
+        nbytes: Bytes of a payload of `width` elements.
 
     Raises:
         ValueError: `width` is less than 1, or `payloads` has too few rows, or rows that `check_rows` refuses.

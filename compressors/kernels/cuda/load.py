@@ -111,13 +111,13 @@ def _nvrtc() -> ModuleType:
 
 
 def nearest_architecture(architecture: int) -> int:
-    """The architecture to compile for, so that a device runs it: its own, or the largest smaller one of its major.
+    """Returns the architecture to compile for: the device's own, or the largest smaller one with the same major number.
 
     A cubin runs on devices of the same major and no smaller minor compute capability. Source: CUDA C++ Programming
     Guide, "Binary Compatibility".
 
     Args:
-        architecture: 10 major + minor of the device, such as 121.
+        architecture: Compute capability of the device as 10 * major + minor, such as 121.
 
     Raises:
         CudaKernelsError: NVRTC is missing, or knows no such architecture.
@@ -138,7 +138,7 @@ def compile_cubin(name: str, architecture: int) -> bytes:
 
     Args:
         name: A key of `ENTRY_POINTS`.
-        architecture: 10 major + minor, such as 90.
+        architecture: Compute capability as 10 * major + minor, such as 90.
 
     Raises:
         CudaKernelsError: NVRTC does not know the architecture, or refuses the source.
@@ -159,7 +159,7 @@ def compile_cubin(name: str, architecture: int) -> bytes:
 
 @functools.cache
 def _cache_folder() -> Path:
-    """The user's own folder for compiled kernels; where it cannot be written, a new one for this process."""
+    """Returns the user's folder for compiled kernels; a new temporary one for this process if that is not writable."""
     try:
         folder = Path.home() / ".cache" / "gradwire" / "cuda"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -176,7 +176,13 @@ def _cache_folder() -> Path:
 
 
 def cached_cubin(name: str, architecture: int, folder: Path) -> Path:
-    """Returns the compiled file, compiling it if this source, compiler and architecture were not seen before."""
+    """Returns the path of a compiled file, which is compiled if `folder` has none of this source and architecture.
+
+    Args:
+        name: A key of `ENTRY_POINTS`.
+        architecture: Compute capability as 10 * major + minor, such as 90.
+        folder: Folder of compiled files.
+    """
     version = _nvrtc().getVersion()
     architecture = nearest_architecture(architecture)
     key = repr((kernel_source(name), OPTIONS, architecture, version)).encode()
@@ -190,7 +196,7 @@ def cached_cubin(name: str, architecture: int, folder: Path) -> Path:
 
 
 def require_kernels(device_index: int) -> None:
-    """Finds out, before anything is compiled, whether the kernels can be used on a device.
+    """Checks, before anything is compiled, that the kernels can be used on a device.
 
     Raises:
         CudaKernelsError: They cannot; the message says what to install.
@@ -208,7 +214,7 @@ class _Module(Protocol):
     """A compiled file that CuPy has loaded."""
 
     def get_function(self, name: str) -> Launchable:
-        """One of its kernels."""
+        """Returns the kernel with this name."""
 
 
 @functools.cache
@@ -225,8 +231,8 @@ def load_kernel(name: str, kernel: str, device_index: int) -> Launchable:
 
     Args:
         name: A key of `ENTRY_POINTS`.
-        kernel: One of its values.
-        device_index: The CUDA device, which is the current one.
+        kernel: Name of a kernel in that file, one of the key's values.
+        device_index: Index of the CUDA device, which must be the current one.
 
     Raises:
         CudaKernelsError: The kernels cannot be used on this machine; the message says what to install.

@@ -12,13 +12,13 @@ from gradwire.compressors.kernels.cuda.launch import address, check_tensors
 from gradwire.compressors.kernels.reference import FactorRun, FactorRuns
 
 _COLUMNS = 1024
-"""kColumns of csrc/cuda/powersgd.cu: of a row, a warp's work in the restoration."""
+"""kColumns of csrc/cuda/powersgd.cu: columns of a row that a warp handles in powersgd_restore."""
 _TALL_THREADS = 1024
 """kTallThreads of csrc/cuda/powersgd.cu: threads of a CTA that has a matrix to itself."""
 
 
 def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
-    """See reference.orthogonalize_many; one launch, however many matrices there are.
+    """See `reference.orthogonalize_many`; one launch, however many matrices there are.
 
     Raises:
         ValueError: A matrix has more rows than columns, or the keys are not as many as the matrices, or a matrix is not
@@ -44,10 +44,11 @@ def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _batches(matrices: FactorRuns) -> tuple[tuple[FactorRun, int, tuple[int, int, int]], ...]:
-    """Returns runs of matrices of one shape at even distances: the first, how many, and the three distances.
+    """Groups matrices of one shape that lie at even distances, so that one library call multiplies all of a group.
 
-    The distances are those of the matrices in the shard, of their P and of their Q. Only what one library call can take
-    is put together, so that nothing is copied.
+    Returns:
+        (first matrix, number of matrices, distances) of each group. The distances, in elements, are those of the
+        matrices in the shard, of their P and of their Q; all 0 for a single matrix.
     """
     shapes: dict[tuple[int, int, int], list[FactorRun]] = {}
     for run in matrices.runs:
@@ -68,7 +69,7 @@ def _batches(matrices: FactorRuns) -> tuple[tuple[FactorRun, int, tuple[int, int
 
 @functools.lru_cache(maxsize=1024)
 def _spans(matrices: FactorRuns) -> tuple[tuple[int, int], ...]:
-    """Returns where the matrices lie in the shard; neighbours are one span."""
+    """Returns (start, stop) of the matrices in the shard; adjacent matrices are one span."""
     spans: list[tuple[int, int]] = []
     for run in matrices.runs:
         start, stop = run.start, run.start + run.rows * run.columns
@@ -80,9 +81,11 @@ def _spans(matrices: FactorRuns) -> tuple[tuple[int, int], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _factor_table(matrices: FactorRuns) -> tuple[tuple[int, ...], int, tuple[int, int, int]]:
-    """Returns struct Factors of csrc/cuda/powersgd.cu for each matrix, the units of all, and where the buffers may end.
+    """Returns the arguments of powersgd_restore's kernel that depend on the matrices alone.
 
-    The ends are those of the shard, of P and of Q: one past the last element that a kernel touches.
+    Returns:
+        The words of struct Factors of csrc/cuda/powersgd.cu for each matrix; the number of work units in all; and the
+        least numel of the shard, of P and of Q, which the kernel reads or writes up to there.
     """
     words: list[int] = []
     units = 0
@@ -103,7 +106,7 @@ def _stacked(flat: Tensor, start: int, count: int, step: int, rows: int, columns
 
 
 def powersgd_project_many(flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor) -> None:
-    """See reference.powersgd_project_many; one product for all matrices of a shape that lie at even distances."""
+    """See `reference.powersgd_project_many`; one product for all matrices of a shape that lie at even distances."""
     if residual is not None:
         spans = _spans(matrices)
         torch._foreach_add_([flat[i:j] for i, j in spans], [residual[i:j] for i, j in spans])
@@ -119,7 +122,7 @@ def powersgd_project_many(flat: Tensor, residual: Tensor | None, matrices: Facto
 
 
 def powersgd_back_project_many(flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
-    """See reference.powersgd_back_project_many; products as in powersgd_project_many."""
+    """See `reference.powersgd_back_project_many`; products as in powersgd_project_many."""
     for first, count, (step, p_step, q_step) in _batches(matrices):
         if count == 1:
             torch.mm(first.p(p), first.matrix(flat), out=first.q(q))
@@ -134,7 +137,7 @@ def powersgd_back_project_many(flat: Tensor, matrices: FactorRuns, p: Tensor, q:
 def powersgd_restore_many(
     flat: Tensor, new_residual: Tensor | None, matrices: FactorRuns, p: Tensor, q_own: Tensor, q_sum: Tensor
 ) -> None:
-    """See reference.powersgd_restore_many; one launch.
+    """See `reference.powersgd_restore_many`; one launch.
 
     Raises:
         ValueError: A tensor has another device, dtype or numel, or a matrix or factor is outside its buffer.
@@ -176,7 +179,7 @@ def _one(rows: int, columns: int, rank: int) -> FactorRuns:
 
 
 def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
-    """See reference.powersgd_restore."""
+    """See `reference.powersgd_restore`."""
     (rows, columns), rank, device = matrix.shape, len(p), matrix.device
     check_tensors(device, rows * columns, torch.float32, matrix=matrix, new_residual=new_residual)
     check_tensors(device, rank * rows, torch.float32, p=p)

@@ -1,4 +1,4 @@
-"""What the CUDA kernels need from a machine, and what to install where it is missing."""
+"""Checks that a machine has what the CUDA kernels need; errors name what to install."""
 
 import importlib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class CudaKernelsError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CudaSetup:
-    """What of CUDA was found on a machine; versions are as CUDA's own functions return them, 1000 major + 10 minor."""
+    """The parts of CUDA found on a machine; versions are as CUDA's functions return them, 1000 * major + 10 * minor."""
 
     torch_cuda: str | None
     """CUDA that torch was built for, such as "13.0"; None for a build without CUDA."""
@@ -28,7 +28,7 @@ class CudaSetup:
     cupy_cuda: int | None
     """CUDA that CuPy was built for; None where CuPy cannot be imported."""
     cupy_problem: str
-    """Why CuPy cannot be imported."""
+    """Reason why CuPy cannot be imported; only read if `cupy_cuda` is None."""
     driver: int
     """Newest CUDA that the driver supports; 0 if unknown."""
     capability: tuple[int, int]

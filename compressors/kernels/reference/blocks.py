@@ -18,9 +18,9 @@ def encode_pieces(
 
     Args:
         codec: Format of the payloads.
-        gradient: What to send.
-        residual: Compression error of earlier payloads, or None.
-        new_residual: Receives the compression error of the payloads; or None.
+        gradient: (n) float32 values to encode; not changed.
+        residual: (n) float32 compression error of earlier payloads, which is added; None for none.
+        new_residual: (n) float32, overwritten with the compression error of these payloads; None discards it.
         payloads: (pieces, at least wire_nbytes(width)) uint8; each row is overwritten up to its payload's own size.
         width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
     """
@@ -40,8 +40,8 @@ def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: i
     Args:
         codec: Format of the payloads.
         payloads: (pieces, at least wire_nbytes(width)) uint8; what is behind a shorter payload is not read.
-        target: Overwritten.
-        width: Elements of a piece, at least 1 where there are any.
+        target: (n) float32, overwritten with the decoded elements.
+        width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
     """
     if not target.numel():
         return
@@ -55,8 +55,8 @@ def decode_reduce(codec: BlockFormat, payloads: Tensor, addend: Tensor | None, t
     Args:
         codec: Format of the payloads.
         payloads: (workers, at least wire_nbytes(numel)) uint8, one row at least.
-        addend: What the sum starts from, or None.
-        target: Overwritten with the sum.
+        addend: (numel) float32 that the sum starts from; None starts from zero.
+        target: (numel) float32, overwritten with the sum.
     """
     if addend is None:
         total = torch.full_like(target, codec.alone_from if len(payloads) == 1 else 0.0)
@@ -75,11 +75,11 @@ def reduce_encode(
     reduced: Tensor,
     numel: int,
 ) -> None:
-    """The owner's stage of the two-stage exchange: decodes and sums all payloads, and encodes the sum again.
+    """Decodes and sums all payloads, and encodes the sum again: the owner's stage of the two-stage exchange.
 
     Args:
         codec: Format of the payloads.
-        payloads: (workers, at least wire_nbytes(numel)) uint8: what the workers sent.
+        payloads: (workers, at least wire_nbytes(numel)) uint8: the workers' payloads of the owner's part.
         residual: (numel) float32, compression error of the owner's reduced payloads so far; or None.
         new_residual: (numel) float32, receives the compression error of `reduced`; or None.
         reduced: (wire_nbytes(numel)) uint8, overwritten with the payload of the sum plus the residual.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DgcRule:
-    """How a gradient enters DGC's state."""
+    """Settings by which a gradient is added to DGC's state."""
 
     momentum: float
     """Factor of the momentum correction; 0 accumulates plain gradients."""
@@ -21,7 +21,7 @@ class DgcRule:
 
 @dataclass(frozen=True, slots=True)
 class DgcState:
-    """1-D float32 tensors of one numel; the `_out` ones may be the same memory as the others."""
+    """DGC's state before and after a step: 1-D float32, of one numel; `_out` tensors may be the others' memory."""
 
     velocity: Tensor
     """u: the momentum."""
@@ -35,14 +35,14 @@ class DgcState:
 
 @dataclass(frozen=True, slots=True)
 class DgcRun:
-    """Where a parameter lies in a shard, and how many of its elements are selected."""
+    """Place of a parameter in a shard, and the number of its elements that are selected."""
 
     start: int
-    """Its first element."""
+    """Index of the parameter's first element in the shard."""
     numel: int
-    """Its elements, at least 1."""
+    """Number of the parameter's elements, at least 1."""
     count: int
-    """1 <= count <= numel."""
+    """Number of elements to select, 1 <= count <= numel."""
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
@@ -50,8 +50,8 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
 
     Args:
         gradient: (n) float32.
-        state: Of n elements; its `_out` tensors are overwritten.
-        rule: How the gradient enters.
+        state: State of the n elements; its `_out` tensors are overwritten.
+        rule: Settings by which the gradient is added.
         indices: (k) int32, 1 <= k <= n, receives the places of the k largest magnitudes, ascending; of equals the first
             ones, and inf and NaN count as larger than any number.
         values: (k) float32, receives the totals there.
@@ -90,7 +90,7 @@ def step_each(
     indices: Tensor,
     values: Tensor,
 ) -> None:
-    """Runs `step` on one parameter after the other; the other parameters are those of dgc_step_many."""
+    """Runs `step` on one parameter after the other; the other arguments are those of `dgc_step_many`."""
     first = 0
     for number, run in enumerate(runs):
         part, chosen = slice(run.start, run.start + run.numel), slice(first, first + run.count)
@@ -115,12 +115,12 @@ def dgc_step_many(
     indices: Tensor,
     values: Tensor,
 ) -> None:
-    """dgc_step on every parameter of a shard, each with its own k.
+    """Runs `dgc_step` on every parameter of a shard, each with its own k.
 
     Args:
         gradient: (n) float32, the shard.
-        state: Of the shard; its `_out` tensors are overwritten.
-        rule: How the gradients enter.
+        state: State of the shard; its `_out` tensors are overwritten.
+        rule: Settings by which the gradients are added.
         scales: (runs) float32 on the gradient's device, each parameter's factor in place of the rule's; or None.
         runs: The parameters, in the order of their places.
         indices: (sum of the counts) int32, receives places in the shard, one parameter's after the other's.
@@ -134,7 +134,7 @@ ScatterAdd = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def sum_each(add: ScatterAdd, payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
-    """Adds one payload after the other by `add`; the other parameters are those of dgc_sum."""
+    """Replaces `target` by the sum of payloads, each added by `add`; the other arguments are those of `dgc_sum`."""
     target.zero_()
     for row in payloads:
         indices, values = row[: 4 * count].clone(), row[4 * count : (4 + value_dtype.itemsize) * count].clone()
@@ -147,8 +147,8 @@ def dgc_sum(payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tens
     Args:
         payloads: (workers, count * (4 + width of a value)) uint8: each row holds `count` int32 places in `target`,
             ascending, none twice, and then their values.
-        count: Values of a payload.
-        value_dtype: Theirs: float32, float16 or bfloat16.
+        count: Number of values in a payload.
+        value_dtype: Dtype of the values: float32, float16 or bfloat16.
         target: 1-D float32, overwritten.
     """
     sum_each(scatter_add, payloads, count, value_dtype, target)

@@ -14,20 +14,20 @@ from gradwire.compressors.kernels.hashing import hash_uniforms
 
 @dataclass(frozen=True, slots=True)
 class FactorRun:
-    """Where a matrix lies in a shard, and its factors in the buffers of all factors."""
+    """Place of a matrix (n, m) in a shard, and of its factors P and Q in the buffers of all factors."""
 
     start: int
     """First element of the matrix in the shard, row after row."""
     rows: int
-    """n."""
+    """Rows of the matrix, n."""
     columns: int
-    """m."""
+    """Columns of the matrix, m."""
     rank: int
     """Rows of the transposed factors."""
     p_start: int
-    """First element of its P (rank, n) in the buffer of them."""
+    """First element of its P (rank, n) in the buffer of all P."""
     q_start: int
-    """First element of its Q (rank, m) in the buffer of them."""
+    """First element of its Q (rank, m) in the buffer of all Q."""
 
     def matrix(self, flat: Tensor) -> Tensor:
         """Returns the matrix (n, m), a view of the shard."""
@@ -44,7 +44,7 @@ class FactorRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FactorRuns:
-    """The matrices of one shard; made once for a layout, and a key by its identity."""
+    """The matrices of one shard; made once for a layout, so that tables can be cached by its identity."""
 
     runs: tuple[FactorRun, ...]
     """The matrices, in the order of their places."""
@@ -61,13 +61,13 @@ Restore = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
 def project_each(
     project: Project, flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor
 ) -> None:
-    """Runs `project` on one matrix after the other; the other parameters are those of powersgd_project_many."""
+    """Runs `project` on one matrix after the other; the other arguments are those of `powersgd_project_many`."""
     for run in matrices.runs:
         project(run.matrix(flat), None if residual is None else run.matrix(residual), run.q(q), run.p(p))
 
 
 def back_project_each(back_project: BackProject, flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
-    """Runs `back_project` on one matrix after the other; as powersgd_back_project_many."""
+    """Runs `back_project` on one matrix after the other; the other arguments: see `powersgd_back_project_many`."""
     for run in matrices.runs:
         back_project(run.matrix(flat), run.p(p), run.q(q))
 
@@ -81,19 +81,29 @@ def restore_each(
     q_own: Tensor,
     q_sum: Tensor,
 ) -> None:
-    """Runs `restore` on one matrix after the other; as powersgd_restore_many."""
+    """Replaces each matrix of a shard by its approximation, by calling `restore` on one after the other.
+
+    Args:
+        restore: `powersgd_restore` of one set of kernels.
+        flat: See `powersgd_restore_many`, as for all that follow.
+        new_residual: 1-D float32, overwritten with the compression errors; None discards them.
+        matrices: Places of the matrices and of their factors.
+        p: 1-D float32: all P.
+        q_own: 1-D float32: this rank's Q.
+        q_sum: 1-D float32: the sums of all ranks' Q.
+    """
     for run in matrices.runs:
         rest = None if new_residual is None else run.matrix(new_residual)
         restore(run.matrix(flat), rest, run.p(p), run.q(q_own), run.q(q_sum))
 
 
 def powersgd_project_many(flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor) -> None:
-    """powersgd_project on every matrix of a shard.
+    """Runs `powersgd_project` on every matrix of a shard.
 
     Args:
         flat: 1-D float32, the shard; the residual is added to its matrices in place.
-        residual: Of the shard, or None.
-        matrices: Which matrices, and where.
+        residual: 1-D float32 compression error of earlier steps, as long as the shard; None for none.
+        matrices: Places of the matrices and of their factors.
         q: 1-D float32: all Q.
         p: 1-D float32, receives all P.
     """
@@ -101,11 +111,11 @@ def powersgd_project_many(flat: Tensor, residual: Tensor | None, matrices: Facto
 
 
 def powersgd_back_project_many(flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
-    """powersgd_back_project on every matrix of a shard.
+    """Runs `powersgd_back_project` on every matrix of a shard.
 
     Args:
         flat: 1-D float32, the shard.
-        matrices: Which matrices, and where.
+        matrices: Places of the matrices and of their factors.
         p: 1-D float32: all P.
         q: 1-D float32, receives all Q.
     """
@@ -115,12 +125,12 @@ def powersgd_back_project_many(flat: Tensor, matrices: FactorRuns, p: Tensor, q:
 def powersgd_restore_many(
     flat: Tensor, new_residual: Tensor | None, matrices: FactorRuns, p: Tensor, q_own: Tensor, q_sum: Tensor
 ) -> None:
-    """powersgd_restore on every matrix of a shard.
+    """Runs `powersgd_restore` on every matrix of a shard.
 
     Args:
         flat: 1-D float32, the shard; its matrices are changed in place.
-        new_residual: Of the shard, overwritten where there is a matrix; or None.
-        matrices: Which matrices, and where.
+        new_residual: 1-D float32, as long as the shard, overwritten where there is a matrix; None discards the errors.
+        matrices: Places of the matrices and of their factors.
         p: 1-D float32: all P.
         q_own: 1-D float32: this rank's Q.
         q_sum: 1-D float32: the sums of all ranks' Q.
@@ -158,14 +168,14 @@ def powersgd_back_project(matrix: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
-    """Replaces the matrix by P Q_sum^T; `new_residual` becomes what it was minus P Q_own^T.
+    """Replaces the matrix by P Q_sum^T, and writes (matrix before that) - P Q_own^T to `new_residual`.
 
     The residual is the local one: with Q_sum it would also hold each rank's distance from the mean, and grow without
     bound. Each element adds its products in the order of the factors, so that all ranks get the same bits.
 
     Args:
         matrix: (n, m) float32, changed in place.
-        new_residual: (n, m) float32, overwritten; or None.
+        new_residual: (n, m) float32, overwritten; None discards the compression error.
         p: (rank, n) float32: P, transposed.
         q_own: (rank, m) float32: this rank's Q, transposed.
         q_sum: (rank, m) float32: the sum of all ranks' Q, transposed.
@@ -187,7 +197,7 @@ noise."""
 
 
 def _remove_previous(rows: Tensor, k: int) -> Tensor:
-    """Takes what the rows before it span out of row k, in place, twice; returns the length that remains."""
+    """Makes row k orthogonal to the rows before it, in place, in two passes; returns its length, a 0-dim tensor."""
     for _ in range(2):
         for previous in rows[:k]:
             rows[k] -= (rows[k] @ previous) * previous
