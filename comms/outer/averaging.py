@@ -1,4 +1,4 @@
-"""This module averages pseudo-gradients over the ranks; see `FragmentAveraging`.
+"""Averages pseudo-gradients over the ranks; see `FragmentAveraging`.
 
 It starts an exchange, waits for it, and in elastic training repeats it after a rank failure.
 
@@ -36,7 +36,7 @@ does not publish at once, because requests to the store use the same link as the
 
 
 def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: FindExited | None = None) -> Agreement:
-    """Return the agreement by which the ranks compare settings, choices and saved states.
+    """Returns the agreement by which the ranks compare settings, choices and saved states.
 
     Args:
         store: Store that all ranks share, with keys of its own for each agreement.
@@ -98,11 +98,11 @@ class _Memory:
     """Memory for exchanges. All fragments share it, because one exchange is in flight at a time."""
 
     def __init__(self) -> None:
-        self._fragments: Sequence[Fragment] = ()
+        self._fragments: Sequence[Fragment] = ()  # the fragments that `_parts` belongs to
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def of(self, fragments: Sequence[Fragment], number: int) -> tuple[Tensor, Tensor]:
-        """Return two (numel) tensors for the exchange of one fragment.
+        """Returns two (numel) tensors for the exchange of one fragment.
 
         Args:
             fragments: Fragments of the model. They are replaced once, when the schedule is chosen.
@@ -128,7 +128,7 @@ class _Leaving:
         self._known: dict[Layout | None, tuple[Plan, float]] = {}
 
     def nbytes(self, rank_plans: RankPlans, flat: Tensor, layout: Layout | None) -> float:
-        """Return the bytes that leave the busiest node in the exchange of `flat`.
+        """Returns the bytes that leave the busiest node in the exchange of `flat`.
 
         Args:
             rank_plans: Plans of the communicator.
@@ -184,7 +184,7 @@ class FragmentAveraging:
         self._memory, self._leaving = _Memory(), _Leaving()
 
     def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
-        """Continue among the surviving ranks.
+        """Continues among the surviving ranks.
 
         Args:
             communicator: Communicator of the surviving ranks.
@@ -198,7 +198,7 @@ class FragmentAveraging:
             communicator.state_loaded(alike=False)  # a failed worker of a node may have held a part of the node's state
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Give all ranks rank 0's values, in place.
+        """Gives all ranks rank 0's values, in place.
 
         Args:
             tensors: Floating-point tensors.
@@ -215,7 +215,7 @@ class FragmentAveraging:
     def prepared(
         self, fragments: Sequence[Fragment], number: int, due: int, *, kept: bool, compares: bool = False
     ) -> Pending:
-        """Return a new exchange with a fragment's present pseudo-gradient, in memory that all exchanges share.
+        """Returns a new exchange with a fragment's present pseudo-gradient, in memory that all exchanges share.
 
         Args:
             fragments: Fragments of the model.
@@ -229,7 +229,19 @@ class FragmentAveraging:
         return Pending(number, due, flat, sent if kept else None, compares)
 
     def launch(self, fragment: Fragment, pending: Pending) -> None:
-        """Start an exchange, without waiting for it."""
+        """Starts the all-reduce of a fragment's pseudo-gradient, and returns without waiting for it.
+
+        With one worker nothing is sent: the compressor's residual is added to the pseudo-gradient, which is the average
+        then. Nothing happens for a fragment without elements on this rank.
+
+        Args:
+            fragment: Fragment of the exchange.
+            pending: The exchange: `flat` is averaged in place; `future`, `communicator`, `bucket` and, if anchors are
+                compared, `checksums` are set.
+
+        Raises:
+            RuntimeError: The all-reduce could not be started.
+        """
         pending.future, pending.checksums, pending.communicator = None, None, self.communicator
         flat = pending.flat
         if not fragment.numel:
@@ -253,7 +265,7 @@ class FragmentAveraging:
         )
 
     def finish(self, fragment: Fragment, pending: Pending, begun: int) -> None:
-        """Wait for the average of an exchange, and check if it is finite.
+        """Waits for the average of an exchange, and checks whether it is finite.
 
         Args:
             fragment: Fragment of the exchange.
@@ -286,14 +298,19 @@ class FragmentAveraging:
         pending.finite = finite
 
     def decide(self, finite: bool, fragments: Sequence[Fragment]) -> None:
-        """Commit (`finite`) or drop the residuals that the compressor has staged for some fragments."""
+        """Commits or drops the residuals that the compressor has staged for some fragments.
+
+        Args:
+            finite: Whether their averages are finite: True commits the new residuals, False keeps the old ones.
+            fragments: The fragments.
+        """
         layouts = [fragment.layout for fragment in fragments if fragment.numel]
         if self.compression is not None and layouts:
             with self.communicator.exclusive():
                 self.compression.decide(finite, layouts)
 
     def averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
-        """Average all fragments' pseudo-gradients now, in full precision, with residuals, which are then cleared.
+        """Averages all fragments' pseudo-gradients now, in full precision, with residuals, which are then cleared.
 
         Args:
             fragments: Fragments of the model.
@@ -320,7 +337,7 @@ class FragmentAveraging:
         return averages, unfinished
 
     def differing(self, fragments: Sequence[Fragment]) -> tuple[int, ...]:
-        """Compare all anchors and momenta, and return the ranks whose values differ from those of rank 0.
+        """Compares all anchors and momenta, and returns the ranks whose values differ from those of rank 0.
 
         Raises:
             RuntimeError: The ranks could not exchange their checksums.
@@ -337,7 +354,7 @@ class FragmentAveraging:
         return _differing(found)
 
     def mean_of(self, flat: Tensor, announce: Callable[[], None] | None = None) -> Tensor:
-        """Return a new tensor with the average of a small tensor over all ranks.
+        """Returns a new tensor with the average of a small tensor over all ranks.
 
         Args:
             flat: 1-D floating-point tensor; not changed.
@@ -357,7 +374,7 @@ class FragmentAveraging:
         return found
 
     def held(self) -> StateDict:
-        """Return the compressor's state; empty without one."""
+        """Returns the compressor's state; empty without one."""
         if self.compression is None:
             return {}
         held = self.compression.state_dict()
@@ -365,14 +382,14 @@ class FragmentAveraging:
         return held
 
     def load_held(self, held: StateDict) -> None:
-        """Restore a state that `held` has returned."""
+        """Restores a state that `held` has returned."""
         if self.compression is not None:
             with self.communicator.exclusive():
                 self.compression.load_state_dict(held)
             self.communicator.state_loaded(alike=self.compression.alike)
 
     def try_on(self, held: StateDict) -> None:
-        """Check that the compressor can load a state, without changing its own.
+        """Checks that the compressor can load a state, without changing its own.
 
         Raises:
             ValueError: It cannot load the state.
@@ -420,7 +437,21 @@ class FragmentAveraging:
         return averages, next((name for name in self.agreement.gather(unfinished) if name), "")
 
     def _average_of(self, number: int, fragment: Fragment) -> Tensor:
-        """Return the average of a fragment's present pseudo-gradients, in new memory; residuals stay undecided."""
+        """Averages one fragment's present pseudo-gradients over all ranks now, uncompressed and with residuals.
+
+        It leaves the compressor in flush mode (sends no payloads, but adds its residuals to what it sends exactly); the
+        caller ends that mode. The cleared residuals are only staged until `decide`.
+
+        Args:
+            number: Index of the fragment in the model.
+            fragment: The fragment.
+
+        Returns:
+            New (numel) tensor with the average; on one worker its own pseudo-gradient with the residual.
+
+        Raises:
+            RuntimeError: The exchange failed.
+        """
         if self.compression is not None:
             self.compression.flushing = True
         pending = Pending(number, 0, fragment.empty(), None)
@@ -452,7 +483,14 @@ class FragmentAveraging:
         flat.add_(held)
 
     def _arrive(self, fragment: Fragment, pending: Pending, begun: int) -> None:
-        """Wait until `flat` holds the average; in elastic training, the average of the surviving ranks.
+        """Waits until `pending.flat` holds the average; in elastic training, the average of the surviving ranks.
+
+        Meanwhile publishes, for ranks that have taken fewer steps, that this rank waits; see `TELL_SECONDS`.
+
+        Args:
+            fragment: Fragment of the exchange.
+            pending: The exchange, which has been launched.
+            begun: Number of exchanges that this rank has begun.
 
         Raises:
             RuntimeError: The exchange failed.
@@ -473,7 +511,16 @@ class FragmentAveraging:
         pending.flat.copy_(average)
 
     def _attempt(self, fragment: Fragment, pending: Pending, begun: int) -> Tensor:
-        """Return a copy of the average, kept for ranks that missed it; restarts the exchange among new ranks."""
+        """Waits for an exchange once in elastic training, after starting it again if the ranks have changed.
+
+        Args:
+            fragment: Fragment of the exchange.
+            pending: The exchange; its pseudo-gradient is computed anew if it is started again.
+            begun: Number of exchanges that this rank has begun.
+
+        Returns:
+            A copy of the average, which is kept for ranks that have missed it.
+        """
         if pending.communicator is not self.communicator:
             self.decide(False, [fragment])
             now = fragment.gather(pending.flat) if pending.sent is None else pending.sent
@@ -490,7 +537,7 @@ class FragmentAveraging:
         return future.wait() if self.resilient_ops is None else self.resilient_ops.wait(future)
 
     def _launch_checksums(self, fragments: Sequence[Fragment]) -> FutureTensor:
-        """Start the exchange of checksums: (ranks) int64, with each rank's checksum in its place."""
+        """Starts the exchange of checksums: (ranks) int64, with each rank's checksum in its place."""
         words = torch.zeros(self.communicator.size, dtype=torch.int64, device=self.communicator.device)
         for fragment in fragments:
             own = words[self.communicator.rank]
@@ -506,6 +553,6 @@ class FragmentAveraging:
 
 
 def _differing(checksums: Tensor) -> tuple[int, ...]:
-    """Return the ranks whose checksum is not that of rank 0; on CUDA the host waits for the checksums."""
+    """Returns the ranks whose checksum is not that of rank 0; on CUDA the host waits for the checksums."""
     first, *others = checksums.tolist()
     return tuple(rank for rank, each in enumerate(others, 1) if each != first)

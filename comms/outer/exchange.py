@@ -1,4 +1,4 @@
-"""This module runs the exchanges of pseudo-gradients between workers: it starts them, and applies their results later.
+"""Runs the exchanges of pseudo-gradients between workers: starts them, and applies their results later.
 
 A worker is a set of ranks that hold the same parameters at every step: the ranks of a node (or rack, or region) that
 average gradients, or one rank. After `every` steps a fragment's pseudo-gradient, its anchor minus its parameters, is
@@ -66,7 +66,7 @@ _WORD: MessageType[dict[str, Any]] = MessageType(dict[str, object])
 
 
 class OuterExchange:
-    """The exchanges of one model's fragments on one rank.
+    """Exchanges the fragments of one model with the other workers, on one rank.
 
     Args:
         communicator: Ranks that hold the same parameters (of a sharded model: the same shards); closed by the caller.
@@ -78,11 +78,13 @@ class OuterExchange:
         alone: True if there is one worker: nothing is sent, and its own pseudo-gradient is the average.
 
     Attributes:
-        steps: Steps of the inner optimizer; after `synchronize` those of the rank that has taken most.
-        begun: Exchanges begun; the same on all ranks that have taken as many steps.
-        done: Exchanges that took effect.
-        skipped: Exchanges whose average was not finite, so that they changed nothing.
-        averaging: The ranks, and how pseudo-gradients are averaged over them.
+        steps: Number of steps of the optimizer; after `synchronize` that of the rank that has taken most.
+        begun: Number of exchanges begun; the same on all ranks that have taken as many steps.
+        done: Number of exchanges that took effect.
+        skipped: Number of exchanges whose average was not finite, so that they changed nothing.
+        averaging: Averages pseudo-gradients over the ranks.
+        settings: Schedule of the exchanges and rates of the outer SGD.
+        fragments: Fragments of the model, in the order of their turns.
     """
 
     def __init__(
@@ -111,14 +113,14 @@ class OuterExchange:
             self.be_watched(session)
 
     def be_watched(self, session: AveragingSession) -> None:
-        """Report exchanges to the listeners of a session, such as its stall watch; each exchange is a step to them."""
+        """Reports exchanges to the listeners of a session, such as its stall watch; each exchange is a step to them."""
         self._session, self.averaging.listeners = session, session.listeners
         session.observer.contents.update(
             (number, (fragment.numel, fragment.names)) for number, fragment in enumerate(self.fragments)
         )
 
     def adopt(self, settings: OuterSettings, fragments: Sequence[Fragment]) -> None:
-        """Replace the schedule and the fragments, before the first exchange; all ranks do so with the same ones.
+        """Replaces the schedule and the fragments, before the first exchange; all ranks do so with the same ones.
 
         Args:
             settings: Schedule of the exchanges and rates of the outer SGD.
@@ -129,12 +131,16 @@ class OuterExchange:
             self.be_watched(self._session)
 
     def survive(self, resilient_ops: ResilientOps) -> None:
-        """Continue after rank failures: an exchange in flight is then started again among the surviving ranks."""
+        """Makes exchanges survive rank failures: one in flight is started again among the surviving ranks.
+
+        Args:
+            resilient_ops: Repeats the exchanges of this rank after a rank failure.
+        """
         self.averaging.resilient_ops = resilient_ops
         resilient_ops.has_begun = lambda: self._pending is not None and self._pending.finite is None
 
     def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
-        """Continue among the surviving ranks.
+        """Continues among the surviving ranks.
 
         Args:
             communicator: Communicator of the surviving ranks.
@@ -151,7 +157,7 @@ class OuterExchange:
 
     @torch.no_grad()
     def start_alike(self, tensors: Sequence[Tensor]) -> None:
-        """Give all ranks rank 0's values, in place, and set the fragments' anchors to the parameters.
+        """Gives all ranks rank 0's values, in place, and sets the fragments' anchors to the parameters.
 
         Args:
             tensors: Floating-point tensors, such as the parameters.
@@ -165,7 +171,7 @@ class OuterExchange:
 
     @torch.no_grad()
     def step_ended(self) -> None:
-        """Apply the result that is due, and start the exchanges that are next; called after each step of the optimizer.
+        """Applies the result that is due, and starts the exchanges that are next; called after each optimizer step.
 
         Raises:
             RuntimeError: An exchange failed; parameters, anchors and residuals are as they were before it.
@@ -183,7 +189,7 @@ class OuterExchange:
 
     @torch.no_grad()
     def synchronize(self, buffers: Sequence[Tensor] = ()) -> None:
-        """Finish the exchange in flight, bring all ranks to the same number of exchanges, and average all parameters.
+        """Finishes the exchange in flight, brings all ranks to one number of exchanges, and averages all parameters.
 
         The average is in full precision and includes residuals. The outer momentum is neither used, because it would
         carry the parameters past those of every worker, nor changed. All ranks call it, whatever numbers of steps they
@@ -221,7 +227,7 @@ class OuterExchange:
             buffer.copy_(self.averaging.mean_of(buffer.reshape(-1)).view(buffer.shape))
 
     def _make_same(self) -> None:
-        """Compare all anchors after a synchronization; if some differ, all ranks take those of rank 0."""
+        """Compares all anchors after a synchronization; if some differ, all ranks take those of rank 0."""
         self._different = ""
         if self.averaging.alone:
             return
@@ -237,7 +243,7 @@ class OuterExchange:
 
     @torch.no_grad()
     def state_dict(self) -> StateDict:
-        """Finish the exchange in flight, and return anchors, momenta, counters and the compressor's state.
+        """Finishes the exchange in flight, and returns anchors, momenta, counters and the compressor's state.
 
         All ranks call it. The exchange takes effect now, so the parameters change: save the model afterwards. Ranks
         that have taken different numbers of steps catch up as in `synchronize`, so all states are of one moment.
@@ -258,7 +264,7 @@ class OuterExchange:
 
     @torch.no_grad()
     def load_state_dict(self, state: StateDict | Exception) -> None:
-        """Restore a state that `state_dict` returned on this rank. All ranks call it.
+        """Restores a state that `state_dict` returned on this rank. All ranks call it.
 
         Args:
             state: The state; or the error because of which this rank has none, which is raised on all ranks.
@@ -322,10 +328,10 @@ class OuterExchange:
             raise RuntimeError(self._different)
 
     def _agree_on(self, saved: Saved) -> None:
-        """Check that all ranks can load their states, and that these are of one moment of one run.
+        """Checks that all ranks can load their states, and that these are of one moment of one run.
 
         Raises:
-            ValueError: On all ranks.
+            ValueError: On all ranks: a rank cannot load its state, or the states do not belong together.
         """
         word = {
             "steps": saved.steps,
@@ -352,6 +358,11 @@ class OuterExchange:
                 )
 
     def _begin(self, delay: int) -> None:
+        """Starts the exchange of the fragment whose turn it is.
+
+        Args:
+            delay: Number of steps after which its result takes effect; 0 applies it without further progress.
+        """
         if self._session is not None and not self.averaging.alone:
             self._session.listeners.step_began(self.begun)
         number = self.begun % len(self.fragments)
@@ -369,7 +380,7 @@ class OuterExchange:
         self.begun += 1
 
     def _take_up(self) -> None:
-        """Wait for the exchange in flight, and apply its result; a result that is not finite changes nothing.
+        """Waits for the exchange in flight, and applies its result; a result that is not finite changes nothing.
 
         Raises:
             RuntimeError: It failed, now or earlier; nothing has changed, and it stays in flight.
@@ -388,14 +399,14 @@ class OuterExchange:
             self._tell_ended(self._session, pending)
 
     def _tell_ended(self, session: AveragingSession, pending: Pending) -> None:
-        """Report a finished exchange to the listeners. In elastic training they exchange nothing with other ranks."""
+        """Reports a finished exchange to the listeners. In elastic training they exchange nothing with other ranks."""
         buckets = [] if pending.bucket is None else [pending.bucket]
         together, steps = self.averaging.resilient_ops is None, self.steps
         report = lambda: session.report(steps)
         session.listeners.step_ended(EndedStep(self.begun, buckets, (), report, timed=False, together=together))
 
     def _wait_for(self, pending: Pending) -> None:
-        """Wait for the average of an exchange in flight.
+        """Waits for the average of an exchange in flight.
 
         Raises:
             RuntimeError: It failed, now or earlier.
@@ -406,7 +417,12 @@ class OuterExchange:
             self.averaging.finish(self.fragments[pending.number], pending, self.begun)
 
     def _settle(self, pending: Pending) -> None:
-        """Wait for the average, and commit or drop what the compressor has staged.
+        """Waits for the average of an exchange, and commits or drops the residuals that the compressor has staged.
+
+        Drops them if the average is not finite, which is logged, or if anchors differ between ranks.
+
+        Args:
+            pending: The exchange in flight; its `finite` and `differing` are set.
 
         Raises:
             RuntimeError: The exchange failed; or, on all ranks alike, the anchors differ between ranks.
@@ -432,11 +448,11 @@ class OuterExchange:
         self.averaging.decide(bool(pending.finite), [fragment])
 
     def _announce(self) -> None:
-        """Publish that this rank waits in `_meet`."""
+        """Publishes in the store that this rank has come to the meeting, with its counts of steps and exchanges."""
         self.averaging.messages.announce(self.steps, self.begun)
 
     def _meet(self) -> None:
-        """Wait until all ranks are here and have begun the same number of exchanges; then all have one count of steps.
+        """Waits until all ranks are here and have begun equally many exchanges, and then gives all the same step count.
 
         Ranks may have taken different numbers of steps: a GradScaler skips some, or one rank has less data. A rank that
         is ahead waits in an exchange and has published its count of exchanges in the store; ranks that are here and

@@ -1,4 +1,4 @@
-"""This module divides a model into fragments that are exchanged in turn; see `Fragment` and `cut_into_fragments`.
+"""Divides a model into fragments that are exchanged in turn; see `Fragment` and `cut_into_fragments`.
 
 A fragment keeps an *anchor*, its parameters after its last exchange, and the outer momentum. The *pseudo-gradient* is
 the anchor minus the parameters now.
@@ -94,7 +94,7 @@ class OuterSettings:
             raise ValueError(f"`momentum` is {self.momentum}; wanted a number from 0 up to, but not, 1")
 
     def turns(self, step: int) -> int:
-        """Return how many exchanges begin after a step. They are spread evenly over `every` steps.
+        """Returns how many exchanges begin after a step. They are spread evenly over `every` steps.
 
         It is more than one only in a warm-up with fewer steps than fragments.
 
@@ -106,16 +106,22 @@ class OuterSettings:
         return self._turns_within((place - 1) % every + 1, every) - self._turns_within((place - 1) % every, every)
 
     def delay_of(self, step: int) -> int:
-        """Return the delay of an exchange that begins after `step`; in the warm-up it ends by the next exchange."""
+        """Returns the number of steps after which the result of an exchange that begins after `step` takes effect.
+
+        In the warm-up that is at most the number of steps until the next exchange.
+
+        Args:
+            step: Step of the optimizer, counted from 1.
+        """
         return self.delay if step > self.warmup_steps else min(self.delay, self.warmup_every // self.fragments)
 
     def warms_up(self, exchange: int) -> bool:
-        """Return True if an exchange, counted from 1, is in the warm-up. All ranks agree in exchanges, not in steps."""
+        """Returns whether an exchange, counted from 1, is in the warm-up; ranks agree in exchanges, not in steps."""
         rounds, left = divmod(self.warmup_steps, self.warmup_every)
         return exchange <= rounds * self.fragments + self._turns_within(left, self.warmup_every)
 
     def _turns_within(self, steps: int, every: int) -> int:
-        """Return the number of exchanges in the first `steps` steps of a round of `every` steps."""
+        """Returns the number of exchanges in the first `steps` steps of a round of `every` steps."""
         return steps * self.fragments // every
 
 
@@ -123,8 +129,8 @@ class Fragment:
     """Some parameters of a model, with their values after the last exchange and their outer momentum.
 
     Args:
-        parameters: (Name, parameter) pairs, floating-point; of a sharded parameter this rank's shard counts.
-        momentum: True keeps an outer momentum.
+        parameters: (Name, parameter) pairs, floating-point; of a sharded parameter only this rank's shard is used.
+        momentum: Whether to keep an outer momentum.
 
     Attributes:
         names: Names of the parameters.
@@ -162,22 +168,22 @@ class Fragment:
         return self.layout.numel
 
     def empty(self) -> Tensor:
-        """Return a new uninitialised (numel) tensor with the dtype and device of `anchor`."""
+        """Returns a new uninitialised (numel) tensor with the dtype and device of `anchor`."""
         return torch.empty(self.numel, dtype=self._dtype, device=local_of(self._parameters[0]).device)
 
     def checksum(self) -> Tensor:
-        """Return a sum over the bits of `anchor` and `momentum`, 0-dim int64: equal for the same bits."""
+        """Returns a sum over the bits of `anchor` and `momentum`, 0-dim int64: equal for the same bits."""
         return checksum_of([flat for flat in (self.anchor, self.momentum) if flat is not None])
 
     def parameter_checksums(self) -> dict[str, int]:
-        """Return a sum over the bits of each parameter as it is now, by name. On CUDA the host waits for them."""
+        """Returns a sum over the bits of each parameter as it is now, by name. On CUDA the host waits for them."""
         return {
             name: int(checksum_of([view.reshape(-1)]))
             for name, view in zip(self.names, self.views(self.gather()), strict=True)
         }
 
     def check(self) -> None:
-        """Check that all parameters have the dtype, shape and memory order that they had at the start.
+        """Checks that all parameters have the dtype, shape and memory order that they had at the start.
 
         Raises:
             RuntimeError: One of them has changed.
@@ -185,18 +191,18 @@ class Fragment:
         self._locals()
 
     def gather(self, flat: Tensor | None = None) -> Tensor:
-        """Copy the present parameters into `flat` (numel, dtype of `anchor`; a new tensor if None), and return it."""
+        """Copies the parameters into `flat` (numel, dtype of `anchor`; a new tensor if None), and returns it."""
         if flat is None:
             flat = self.empty()
         torch._foreach_copy_(self.views(flat), self._locals())
         return flat
 
     def scatter(self, flat: Tensor) -> None:
-        """Write `flat` (numel) to the parameters, rounded to their dtypes."""
+        """Writes `flat` (numel) to the parameters, rounded to their dtypes."""
         torch._foreach_copy_(self._locals(), self.views(flat))
 
     def progress(self, now: Tensor, flat: Tensor) -> Tensor:
-        """Write the pseudo-gradient, anchor minus `now` (numel), to `flat` (numel), and return it.
+        """Writes the pseudo-gradient, anchor minus `now` (numel), to `flat` (numel), and returns it.
 
         The anchor is first rounded to the parameters' dtypes, because rounding is no progress of the training.
 
@@ -214,7 +220,7 @@ class Fragment:
         return torch.sub(rounded, now, out=flat)
 
     def set_out(self, flat: Tensor, sent: Tensor | None) -> None:
-        """Write the present pseudo-gradient to `flat` (numel), and the parameters to `sent` (numel) if it is given."""
+        """Writes the pseudo-gradient to `flat` (numel), and the present parameters to `sent` (numel) if it is given."""
         runs = self._runs() if sent is not None else None
         if sent is None or runs is None:
             self.progress(self.gather(flat if sent is None else sent), flat)
@@ -222,7 +228,15 @@ class Fragment:
             native.outer_set_out(runs, self.anchor.data_ptr(), sent.data_ptr(), flat.data_ptr())
 
     def arrive(self, mean: Tensor, sent: Tensor | None, settings: OuterSettings | None) -> None:
-        """Do what `update` and then `take_up` do, with the same bits, in one pass if possible; overwrites `mean`."""
+        """Applies the average of an exchange to the anchor and the parameters, in one pass over memory if possible.
+
+        Does what `update` and then `take_up` do, with the same bits.
+
+        Args:
+            mean: (numel) average of the pseudo-gradients; overwritten.
+            sent: (numel) parameters when the exchange began; None if there was no progress since.
+            settings: Rates of the outer SGD; None makes the anchor the average of the parameters.
+        """
         averages = settings is None or (settings.lr == 1.0 and self.momentum is None)
         runs = self._runs() if averages and sent is not None else None
         if sent is None or runs is None:
@@ -234,7 +248,7 @@ class Fragment:
             increment_version(self._locals())
 
     def _runs(self) -> list[tuple[int, int]] | None:
-        """Return (address, elements) of each parameter; None unless all are contiguous float32 in CPU memory."""
+        """Returns (address, elements) of each parameter; None unless all are contiguous float32 in CPU memory."""
         views = self._locals()
         if not self.anchor.is_cpu or self._dtype != torch.float32:
             return None
@@ -247,7 +261,7 @@ class Fragment:
         return self._found_runs if len(self._found_runs) == len(views) else None
 
     def take_up(self, sent: Tensor | None, work: Tensor) -> None:
-        """Set the parameters to the anchor plus their progress since they were sent.
+        """Sets the parameters to the anchor plus their progress since they were sent.
 
         Args:
             sent: (numel) parameters when the exchange began; None if there was no progress.
@@ -264,7 +278,7 @@ class Fragment:
         torch._foreach_add_(parameters, self.views(self.anchor))
 
     def update(self, mean: Tensor, settings: OuterSettings | None) -> None:
-        """Take one step of the outer SGD on `anchor`, in place.
+        """Takes one step of the outer SGD on `anchor`, in place.
 
         Every product and every sum is a separate operation, rounded by itself. Torch's `alpha=` rounds once on some
         instruction sets and twice on others, so anchors on different processors would drift apart.
@@ -286,12 +300,12 @@ class Fragment:
         self.anchor.sub_(step if settings.lr == 1.0 else step.mul(settings.lr))
 
     def keep(self, flat: Tensor) -> Tensor:
-        """Cache the views of a (numel) tensor that is used repeatedly, and return the tensor."""
+        """Caches the views of a (numel) tensor that is used repeatedly, and returns the tensor."""
         self._kept[id(flat)] = (flat, self._views_of(flat))
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return views of a (numel) tensor in the shapes of the parameters, in their memory order."""
+        """Returns views of a (numel) tensor in the shapes of the parameters, in their memory order."""
         kept = self._kept.get(id(flat))
         return self._views_of(flat) if kept is None else kept[1]
 
@@ -300,13 +314,13 @@ class Fragment:
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), self._shapes, strict=True)]
 
     def unfinished(self, flat: Tensor) -> list[str]:
-        """Return the names of parameters with an element in `flat` (numel) that is not finite."""
+        """Returns the names of parameters with an element in `flat` (numel) that is not finite."""
         return [
             name for name, view in zip(self.names, self.views(flat), strict=True) if not bool(view.isfinite().all())
         ]
 
     def _locals(self) -> list[Tensor]:
-        """Return this rank's part of each parameter, as views in memory order; cached while the memory stays the same.
+        """Returns this rank's part of each parameter, as views in memory order; cached while the memory stays the same.
 
         A parameter's memory changes where its `data` is set; FSDP2 may replace a shard's at every step.
         """
@@ -330,7 +344,7 @@ class Fragment:
 
 
 def checksum_of(flats: Sequence[Tensor]) -> Tensor:
-    """Return a sum over the bits of tensors, 0-dim int64: equal for the same bits, on every processor.
+    """Returns a sum over the bits of tensors, 0-dim int64: equal for the same bits, on every processor.
 
     Each 32-bit word is multiplied by an odd number of its place, modulo 2^32, so that small differences of opposite
     sign in two places do not cancel. Integers have the same sum in any order.
@@ -350,7 +364,7 @@ def checksum_of(flats: Sequence[Tensor]) -> Tensor:
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a sharded parameter, or else the parameter, detached and sharing its memory."""
+    """Returns this rank's shard of a sharded parameter, or else the parameter, detached and sharing its memory."""
     with torch.no_grad():
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
@@ -365,7 +379,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def wire_nbytes_of(parameters: Sequence[tuple[str, nn.Parameter]], compressor: Compressor | None) -> list[int]:
-    """Return the bytes that each parameter takes on the link, in an exchange between two ranks.
+    """Returns the bytes that each parameter takes on the link, in an exchange between two ranks.
 
     Args:
         parameters: (Name, parameter) pairs.
@@ -385,7 +399,7 @@ def wire_nbytes_of(parameters: Sequence[tuple[str, nn.Parameter]], compressor: C
 def cut_into_fragments(
     parameters: Sequence[tuple[str, nn.Parameter]], settings: OuterSettings, nbytes: Sequence[int] | None = None
 ) -> list[Fragment]:
-    """Divide a model into fragments that take about the same time on the link.
+    """Divides a model into fragments that take about the same time on the link.
 
     The largest parameters are placed first: each into the fullest fragment that has room for it, or else into the
     smallest one (best fit; Graham, Bounds on multiprocessing timing anomalies, 1969). The many small parameters, which

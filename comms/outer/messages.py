@@ -1,4 +1,4 @@
-"""This module has messages in the store by which ranks that have taken different numbers of steps meet."""
+"""Exchanges counters through the store, by which ranks that have taken different numbers of steps meet."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ class MeetingMessages:
         self.reconnect(communicator)
 
     def reconnect(self, communicator: Communicator) -> None:
-        """Continue among the surviving ranks.
+        """Continues among the surviving ranks.
 
         Args:
             communicator: Communicator of the surviving ranks.
@@ -33,20 +33,24 @@ class MeetingMessages:
         self._place = ""
 
     def forget(self) -> None:
-        """Start with new keys, because a state has been loaded on all ranks."""
+        """Starts with new keys, because a state has been loaded on all ranks."""
         self._loads += 1
         self._meetings = 0
 
     def publish_begun(self, begun: int) -> None:
-        """Publishes that this rank waits for the others to begin `begun` exchanges."""
+        """Publishes that this rank waits in an exchange, for ranks that have begun fewer and wait in a meeting.
+
+        Args:
+            begun: Number of exchanges that this rank has begun.
+        """
         self._store.set(f"outer/{self._loads}/begun/{self._rank}", str(begun))
 
     def announce(self, steps: int, begun: int) -> None:
-        """Publish that this rank has come to the next meeting.
+        """Publishes that this rank has come to the next meeting.
 
         Args:
-            steps: Optimizer steps taken.
-            begun: Exchanges begun.
+            steps: Number of optimizer steps that this rank has taken.
+            begun: Number of exchanges that it has begun.
         """
         self._place = f"outer/{self._loads}/meeting{self._meetings}"
         self._meetings += 1
@@ -55,15 +59,38 @@ class MeetingMessages:
         self._store.set(f"{self._place}/{self._rank}", str(begun))
 
     def arrived(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Return rank -> exchanges begun, of those of `ranks` that have come to the meeting."""
+        """Returns which ranks have announced that they have come to this rank's present meeting.
+
+        Does not wait. `announce` must have been called.
+
+        Args:
+            ranks: Ranks to look for.
+
+        Returns:
+            Rank -> number of exchanges that it had begun when it came; ranks that have not come have no entry.
+        """
         return self._counts(self._place, ranks)
 
     def waiting(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Return rank -> exchanges begun, of those of `ranks` that wait in an exchange."""
+        """Returns which ranks have published that they wait in an exchange, at any time since the last loaded state.
+
+        Args:
+            ranks: Ranks to look for.
+
+        Returns:
+            Rank -> number of exchanges that it had begun then; ranks that have published nothing have no entry.
+        """
         return self._counts(f"outer/{self._loads}/begun", ranks)
 
     def steps(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Return rank -> steps taken, of those of `ranks` that have come to the meeting."""
+        """Returns the step counts of ranks that have come to this rank's present meeting.
+
+        Args:
+            ranks: Ranks to look for.
+
+        Returns:
+            Rank -> number of optimizer steps that it has taken; ranks that have not come have no entry.
+        """
         return self._counts(f"{self._place}/steps", ranks)
 
     def _counts(self, place: str, ranks: Sequence[int]) -> dict[int, int]:

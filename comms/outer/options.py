@@ -1,4 +1,4 @@
-"""This module sorts the options of `Outer`.
+"""Sorts and checks the options of `Outer`.
 
 Some options concern exchanges between workers, others the hook that averages gradients inside a worker. Options that
 would have no effect, or that exchanges cannot support, are refused.
@@ -29,10 +29,10 @@ reaches a higher loss, but averaged pseudo-gradients do not pass through AdamW."
 
 
 def provisional(given: Mapping[str, int], **others: float) -> OuterSettings:
-    """Return valid settings with the user's values, for the time before the missing ones are chosen.
+    """Returns valid settings with the user's values, for the time before the missing ones are chosen.
 
     Args:
-        given: Values of the user for names in `CHOSEN`.
+        given: The user's values of `every`, `fragments` and `delay`, by name; missing ones are chosen later.
         others: Values of all other settings, by name.
 
     Raises:
@@ -46,7 +46,7 @@ def provisional(given: Mapping[str, int], **others: float) -> OuterSettings:
 
 
 def config_of(config: Config | None, options: Mapping[str, object]) -> Config:
-    """Return the configuration of an `Outer`, with `DEFAULT_COMPRESSOR` if neither options nor environment name one.
+    """Returns the configuration of an `Outer`, with `DEFAULT_COMPRESSOR` if neither options nor environment name one.
 
     Raises:
         TypeError: Both `config` and `options` are given, or an option has an unknown name.
@@ -59,7 +59,7 @@ def config_of(config: Config | None, options: Mapping[str, object]) -> Config:
 
 
 def refuse_unfit(config: Config) -> None:
-    """Check that no option is set that exchanges of parameters cannot support.
+    """Checks that no option is set that exchanges of parameters cannot support.
 
     Raises:
         ValueError: Such an option is set.
@@ -73,7 +73,7 @@ def refuse_unfit(config: Config) -> None:
 
 
 def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:
-    """Return the options of the hook inside a worker that differ from their defaults, in order.
+    """Returns the options of the hook inside a worker that differ from their defaults, in order.
 
     Args:
         config: Configuration to look in.
@@ -84,12 +84,17 @@ def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:
 
 
 def _is_of_exchanges(name: str, value: object) -> bool:
-    """Return True if exchanges use this value of an option in `INSIDE_ONLY`, too: marks for Nsight Systems."""
+    """Returns whether exchanges, too, use this value of an option in `INSIDE_ONLY`: only `trace` with NVTX marks.
+
+    Args:
+        name: Name of the option.
+        value: Value of the option.
+    """
     return name == "trace" and value == NVTX
 
 
 def refuse_idle(options: Mapping[str, object], why: str) -> None:
-    """Check that no options of the hook inside a worker are given if there is no such hook.
+    """Checks that no options of the hook inside a worker are given if there is no such hook.
 
     Args:
         options: Options of the user, by name.

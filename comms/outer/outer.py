@@ -1,4 +1,4 @@
-"""This module has `gradwire.Outer`, which trains a model in workers that exchange parameters every few steps.
+"""Trains a model in workers that exchange parameters every few steps: `gradwire.Outer`.
 
 `Outer` is the API and the set-up: it checks options, connects the ranks, and reacts to the optimizer's steps. Exchanges
 are in exchange.py (when, and what becomes of the result) and averaging.py (over which ranks), the choice of settings is
@@ -280,7 +280,11 @@ class Outer(TrainingState[AveragingSession]):
         return connection, first
 
     def _survive(self, first: FailurePolicy) -> None:
-        """Make this rank's exchanges continue after the failure of other ranks."""
+        """Makes this rank's exchanges continue after the failure of other ranks.
+
+        Args:
+            first: Failure policy of the first communicator.
+        """
         communicator = self._connected("elastic").communicator
         prefix = f"gradwire/{ELASTIC}/{communicator.peer_infos.generation}"
         membership = first_membership(communicator, prefix, self.config.timeout, first)
@@ -290,7 +294,13 @@ class Outer(TrainingState[AveragingSession]):
         self.exchange.averaging.agreement = self._council(communicator, first)
 
     def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
-        """Connect the surviving ranks, and return their communicator."""
+        """Connects the surviving ranks, and returns their communicator.
+
+        Args:
+            view: The surviving ranks, seen from this one.
+            store: Store of the new generation.
+            failure_policy: Failure policy of the new communicator.
+        """
         previous = self._connected("elastic")
         ranks = SessionRanks(store, ELASTIC, view.rank, view.size, None, failure_policy)
         connection = AveragingSession(ranks, previous.communicator.device, self._exchanged, {}, previous=previous)
@@ -303,12 +313,12 @@ class Outer(TrainingState[AveragingSession]):
         return communicator
 
     def _council(self, communicator: Communicator, failure_policy: FailurePolicy) -> Agreement:
-        """Return the agreement of the ranks of one generation; it does not wait for failed ranks."""
+        """Returns the agreement of the ranks of one generation; it does not wait for failed ranks."""
         store = failure_policy.polling(PrefixStore(COUNCIL, communicator.plain_store))
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
-        """Wrap the model in DDP over this rank's worker. All ranks make all workers' groups, in the same order."""
+        """Wraps the model in DDP over this rank's worker. All ranks make all workers' groups, in the same order."""
         communicator = self.exchange.averaging.communicator
         own, device, rank = model, communicator.device, communicator.rank
         plain = replace(config, compressor=None, compressor_options={}, rules=())
@@ -333,7 +343,7 @@ class Outer(TrainingState[AveragingSession]):
         self.steps = self.exchange.steps
 
     def synchronize(self) -> None:
-        """Average the workers' parameters now, in full precision; afterwards all ranks hold the same ones.
+        """Averages the workers' parameters now, in full precision; afterwards all ranks hold the same ones.
 
         Call it at the end of training, or before the model is exported or evaluated. It includes the compressor's
         residuals, leaves out the outer momentum, and averages floating-point buffers (running means), which are each
@@ -355,7 +365,10 @@ class Outer(TrainingState[AveragingSession]):
             buffer.detach().copy_(wide / dist.get_world_size())
 
     def _finish_step(self) -> None:
-        """End a step in which only some optimizers have stepped, and make a choice that other ranks may wait in."""
+        """Ends a step in which only some optimizers have stepped, and makes the choice of settings if it is open.
+
+        Ranks that have taken more steps may wait in that choice.
+        """
         self._optimizer_steps.finish()
         self.exchange.check_parameters()
         if self._choice is not None and not self._choice.is_made:  # ranks that have taken more steps wait for it
@@ -367,7 +380,7 @@ class Outer(TrainingState[AveragingSession]):
         return self.exchange.settings
 
     def report(self) -> OuterReport:
-        """Return what has been exchanged so far, with its traffic and the time that this rank has waited."""
+        """Returns what has been exchanged so far, with its traffic and the time that this rank has waited."""
         exchange, averaging = self.exchange, self.exchange.averaging
         found = self._connected("report()").report(exchange.steps)
         inside = LEVEL_NAMES[0] if len(averaging.communicator.cluster.nodes) > 1 else ""
@@ -390,7 +403,7 @@ class Outer(TrainingState[AveragingSession]):
         )
 
     def trace(self, file: str | Path, steps: int = 20) -> None:
-        """Write a timeline of all ranks' next exchanges into one file; see `HookState.trace`.
+        """Writes a timeline of all ranks' next exchanges into one file; see `HookState.trace`.
 
         Args:
             file: JSON file, written by rank 0.
@@ -408,7 +421,7 @@ class Outer(TrainingState[AveragingSession]):
         super().trace(file, steps)
 
     def gathered_state_dict(self, *, on_all_ranks: bool = False) -> Checkpoint:
-        """Return the states of all ranks in one; see `HookState.gathered_state_dict`.
+        """Returns the states of all ranks in one; see `HookState.gathered_state_dict`.
 
         Args:
             on_all_ranks: True returns it on every rank, False on rank 0 only.
@@ -444,7 +457,7 @@ class Outer(TrainingState[AveragingSession]):
         return {OUTER + key: value for key, value in (found | settings).items()}
 
     def state_dict(self) -> Checkpoint:
-        """Return this rank's state of the exchanges, to resume bit for bit; all ranks call it, and each saves its own.
+        """Returns this rank's state of the exchanges, to resume bit for bit; all ranks call it, and each saves its own.
 
         It holds the parameters at the last exchange, the outer momentum and the compressor's residuals. An exchange in
         flight is finished first and takes effect: call this **before** `model.state_dict()`. Ranks that
@@ -459,7 +472,7 @@ class Outer(TrainingState[AveragingSession]):
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore a state that `state_dict` returned on this rank; the caller restores model and optimizer.
+        """Restores a state that `state_dict` returned on this rank; the caller restores model and optimizer.
 
         All ranks call it, with states that all ranks saved in one call. `fragments`, `warmup_steps` and `warmup_every`
         must be those of the run that saved; the other settings may differ. The next step of an optimizer compares the
@@ -502,14 +515,14 @@ class Outer(TrainingState[AveragingSession]):
         self._optimizer_steps.forget()  # states are saved at the end of a step
 
     def close(self) -> None:
-        """End the exchanges; later steps of the optimizer start none. `model` can still be evaluated and saved."""
+        """Ends the exchanges; later steps of the optimizer start none. `model` can still be evaluated and saved."""
         self._optimizer_steps.close()
         self._leave()
         if self.hook is not None:
             self.hook.close()
 
     def _leave(self) -> None:
-        """Disconnect from the other ranks."""
+        """Disconnects from the other ranks."""
         connection = self._connected("close()")
         connection.observer.close()
         if self._resilient_ops is not None:
@@ -519,7 +532,7 @@ class Outer(TrainingState[AveragingSession]):
 
 
 def _fail_together(workers: Communicator, inside: Communicator) -> None:
-    """Make a failure in one of this rank's two communicators abort the other one, with the reason.
+    """Makes a failure in one of this rank's two communicators abort the other one, with the reason.
 
     Args:
         workers: Communicator of all workers.
@@ -535,5 +548,5 @@ def _give_up(left: "weakref.ref[Communicator]", where: str, error: CollectiveErr
 
 
 def _wait_in_turn(device: torch.device, *unused: object) -> None:
-    """Make the current stream wait before a forward pass on CUDA; a module function, so the model can be pickled."""
+    """Makes the current stream wait before a forward pass on CUDA; a module function, so the model can be pickled."""
     devices.wait_for_last(device)

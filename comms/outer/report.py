@@ -1,4 +1,4 @@
-"""This module has the report of `Outer`: its exchanges, their traffic, and the schedule with its reason."""
+"""Reports what `Outer` has done: its exchanges, their traffic, and the schedule with its reason."""
 
 from dataclasses import asdict, dataclass
 
@@ -14,10 +14,10 @@ class OuterReport:
     Attributes:
         workers: Ranks of each worker, ordered by their lowest rank; of a sharded model only ranks with the same shards
             as this one.
-        steps: Steps of the optimizer.
-        exchanges: Exchanges of single fragments that took effect.
-        skipped: Exchanges that were not finite and changed nothing.
-        numel: Parameter elements that this rank holds.
+        steps: Number of steps of the optimizer.
+        exchanges: Number of exchanges of single fragments that took effect.
+        skipped: Number of exchanges whose average was not finite, so that they changed nothing.
+        numel: Number of parameter elements that this rank holds.
         sent_nbytes: Payload bytes that this rank has sent to other nodes, or on a single node to other ranks; counted,
             without headers.
         nic_nbytes: Bytes that the busiest node has sent to others, by the plans; it has received as many. Of a sharded
@@ -29,7 +29,7 @@ class OuterReport:
         inside: Report on the gradients inside this worker; None if nothing is averaged there, or others do it.
         sharded: True if this rank holds shards; `numel` and bytes are then those of its shards.
         settings: Schedule of the exchanges and rates of the outer SGD.
-        chosen: Reason of settings that were chosen; empty if they were given, or are not chosen yet.
+        chosen: Reason for the settings that Outer chose; empty if the user gave all, or they are not chosen yet.
     """
 
     workers: tuple[tuple[int, ...], ...]
@@ -59,19 +59,19 @@ class OuterReport:
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """Return the report as JSON-compatible dicts, lists, numbers, strings and None, with the attributes' names."""
+        """Returns the report as JSON-compatible dicts, lists, numbers, strings and None, with the attributes' names."""
         reports = {"exchange": self.exchange.to_dict(), "inside": self.inside and self.inside.to_dict()}
         workers = [list(worker) for worker in self.workers]
         derived = {"wait_share": self.wait_share, "bits_per_parameter_and_step": self.bits_per_parameter_and_step}
         return {**asdict(self), **reports, "workers": workers, **derived}
 
     def __str__(self) -> str:
-        """Return at most five lines, and one for each finding; `full()` has more."""
+        """Returns at most five lines, and one for each finding; `full()` has more."""
         settings = [f"exchange: {describe(self.settings)}; full() says more"] if self.settings else []
         return "\n".join([*map(in_columns, [self._head(), *settings, self._traffic()]), self.exchange.beside_others()])
 
     def full(self) -> str:
-        """Return the whole report, with the reason of the settings and `Report.full()` of the exchanges."""
+        """Returns the whole report, with the reason of the settings and `Report.full()` of the exchanges."""
         why = f": {self.chosen}" if self.chosen else ""
         settings = [f"{describe(self.settings)}{why}"] if self.settings else []
         return "\n".join([*map(in_columns, [self._head(), *settings, self._traffic()]), self.exchange.full()])

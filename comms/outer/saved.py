@@ -1,4 +1,4 @@
-"""This module writes and reads the state of the exchanges: counters, anchors, momenta and the compressor's state.
+"""Writes and reads the state of the exchanges: counters, anchors, momenta and the compressor's state.
 
 A state is validated when it is read. No exchange is in flight when a state is saved: `OuterExchange.state_dict` has
 finished it on all ranks.
@@ -28,8 +28,8 @@ class Saved:
     """A state of the exchanges.
 
     Attributes:
-        steps: Steps of the optimizer.
-        begun: Exchanges begun.
+        steps: Number of steps of the optimizer.
+        begun: Number of exchanges begun.
         flats: (anchor, momentum) of each fragment, each (numel); momentum is None if none is kept.
         held: State of the compressor; empty without one.
         parameters: Checksum of all parameters when the state was made; see `parameters_checksum`.
@@ -42,7 +42,7 @@ class Saved:
     parameters: str
 
     def digest(self) -> str:
-        """Return a digest of anchors and momenta, equal on all ranks that hold the same shards."""
+        """Returns a digest of anchors and momenta, equal on all ranks that hold the same shards."""
         found = hashlib.sha256()
         for flat in (each for pair in self.flats for each in pair if each is not None):
             found.update(flat.cpu().view(torch.uint8).numpy().tobytes())
@@ -50,13 +50,13 @@ class Saved:
 
 
 def parameters_checksum(fragments: Sequence[Fragment]) -> str:
-    """Return a checksum of this rank's parameters, whichever fragments they are in."""
+    """Returns a checksum of this rank's parameters, whichever fragments they are in."""
     sums = {name: each for fragment in fragments for name, each in fragment.parameter_checksums().items()}
     return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
 
 
 def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings) -> StateDict:
-    """Return a state as a dict of numbers, strings and copied tensors.
+    """Returns a state as a dict of numbers, strings and copied tensors.
 
     Args:
         saved: Values of the state.
@@ -75,7 +75,7 @@ def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings
 
 
 def read(state: StateDict, fragments: Sequence[Fragment], settings: OuterSettings) -> Saved:
-    """Return the values of a state.
+    """Returns the values of a state.
 
     Args:
         state: Result of `written`.

@@ -1,4 +1,4 @@
-"""This module chooses `every`, `fragments` and `delay` of `Outer` if the user omits them.
+"""Chooses `every`, `fragments` and `delay` of `Outer` if the user omits them.
 
 The choice depends on the link and on the duration of a step. An exchange of a fragment must end within `delay` steps,
 and all exchanges together may use half of the link. Among the schedules that satisfy this, the smallest `every` is
@@ -47,7 +47,7 @@ ALONE_EVERY = 30
 """`every` of a single worker, which sends nothing."""
 
 TRIPS = 4
-"""One-way latencies of an exchange: in each of its two stages a ready message of the receiver, and the data."""
+"""Number of one-way latencies in an exchange: in each of its two stages the receiver's ready message, and the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class OuterLink:
 
     @classmethod
     def of(cls, cluster: Cluster, nbytes: float) -> "OuterLink":
-        """Return the times on the outermost link.
+        """Returns the times on the outermost link.
 
         Args:
             cluster: The ranks, with given, measured or assumed links.
@@ -77,7 +77,7 @@ class OuterLink:
 def choose(
     link: OuterLink, step_seconds: float, parameters: int, given: Mapping[str, int] | None = None, least_every: int = 1
 ) -> tuple[int, int, int]:
-    """Choose `every`, `fragments` and `delay`.
+    """Chooses `every`, `fragments` and `delay`.
 
     Args:
         link: Times on the link between the workers.
@@ -149,14 +149,14 @@ class ScheduleSelection:
         self._ends: deque[float] = deque(maxlen=LOOK_STEPS + 1 - START_UP_STEPS)
 
     def step_ended(self) -> None:
-        """Measure a step; after `LOOK_STEPS` steps all ranks choose."""
+        """Measures a step; after `LOOK_STEPS` steps all ranks choose."""
         self._exchange.steps += 1
         self._ends.append(time.perf_counter())
         if self._exchange.steps >= LOOK_STEPS:
             self.make()
 
     def make(self) -> None:
-        """Choose now, on all ranks, unless no rank has measured a step yet.
+        """Chooses now, on all ranks, unless no rank has measured a step yet.
 
         Raises:
             RuntimeError: A rank did not join within the time-out.
@@ -180,7 +180,7 @@ class ScheduleSelection:
             log.info("Outer exchanges %s: %s", describe(exchange.settings), self.reason)
 
     def load(self, state: StateDict | Exception) -> StateDict | Exception:
-        """Take the settings that a saved run has chosen, except those of the user. All ranks call it.
+        """Takes the settings that a saved run has chosen, except those of the user. All ranks call it.
 
         Args:
             state: State of `OuterExchange.state_dict` with the settings; or the error because of which this rank has
@@ -211,10 +211,10 @@ class ScheduleSelection:
         return state
 
     def loaded(self, *, refused: bool) -> None:
-        """End a load.
+        """Ends what `load` has begun: keeps the saved settings, or restores those from before it.
 
         Args:
-            refused: True restores the settings from before `load`.
+            refused: Whether the exchange has refused the state, so that the settings are restored.
         """
         if refused and self._before is not None:
             self._exchange.adopt(*self._before)
@@ -240,7 +240,7 @@ class ScheduleSelection:
 
 
 def describe(settings: OuterSettings) -> str:
-    """Return the schedule of the exchanges as a phrase."""
+    """Returns the schedule of the exchanges as a phrase."""
     pieces = "in one piece" if settings.fragments == 1 else f"in {settings.fragments} fragments"
     often = f"every {settings.every} steps" if settings.every > 1 else "at every step"
     return f"{often} {pieces}, delay {settings.delay}"

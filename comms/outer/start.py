@@ -1,4 +1,4 @@
-"""This module has the start of `Outer`: facts that must be equal on all ranks, and the copy of rank 0's values."""
+"""Starts `Outer`: collects facts that must be equal on all ranks, and copies rank 0's values to them."""
 
 import hashlib
 import json
@@ -29,12 +29,12 @@ _DIGESTS: MessageType[tuple[str, ...]] = MessageType(tuple[str, ...], most_nbyte
 def facts_of(
     settings: OuterSettings, inside: str, model: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, str]:
-    """Return the facts that must be equal on all ranks, as text by name.
+    """Returns the facts that must be equal on all ranks, as text by name.
 
     Args:
         settings: Settings of the exchanges.
-        inside: Argument of `Outer`.
-        model: Argument of `Outer`; its tensors are listed with shape and dtype.
+        inside: Ranks of a worker, as in `Outer`: `exact`, `none` or the name of a level.
+        model: Model given to `Outer`; its tensors are listed with shape and dtype.
         trained: (Name, parameter) pairs that are trained.
     """
     inner = model_inside(model)
@@ -52,7 +52,7 @@ def facts_of(
 
 
 def copy_from_rank_0(tensors: Sequence[Tensor], device: torch.device, agreement: Agreement) -> None:
-    """Give all ranks rank 0's values, in place. Tensors that are equal on all ranks are not sent.
+    """Gives all ranks rank 0's values, in place. Tensors that are equal on all ranks are not sent.
 
     Args:
         tensors: Tensors that are not trained, in the same order on all ranks.

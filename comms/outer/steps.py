@@ -1,4 +1,4 @@
-"""This module detects the end of a training step with several optimizers, such as Muon for matrices and AdamW."""
+"""Detects the end of a training step with several optimizers, such as Muon for matrices and AdamW for the rest."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,17 +37,17 @@ class OptimizerSteps:
         ]
 
     def finish(self) -> None:
-        """End the training step in which some optimizers have stepped, if there is one."""
+        """Ends the training step in which some optimizers have stepped, if there is one."""
         if self._stepped:
             self._stepped.clear()
             self._ended()
 
     def forget(self) -> None:
-        """Start a new training step; optimizers that have stepped in the present one do not count."""
+        """Starts a new training step; optimizers that have stepped in the present one do not count."""
         self._stepped.clear()
 
     def close(self) -> None:
-        """Remove the hooks from the optimizers."""
+        """Removes the hooks from the optimizers."""
         for handle in self._handles:
             handle.remove()
 
@@ -72,7 +72,7 @@ def _count(optimizer: Optimizer) -> int:
 
 
 def optimizers_from(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
-    """Return the optimizers of a model as a tuple.
+    """Returns the optimizers of a model as a tuple.
 
     Args:
         given: One optimizer, or a list of several that train different parameters.
@@ -105,6 +105,6 @@ def optimizers_from(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, 
 
 
 def left_alone(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
-    """Return the names of parameters with `requires_grad` that no optimizer trains."""
+    """Returns the names of parameters with `requires_grad` that no optimizer trains."""
     known = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     return [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]

@@ -1,4 +1,4 @@
-"""This module finds the worker of each rank, the ranks that exchange with each other, and the trained parameters.
+"""Finds the worker of each rank, the ranks that exchange with each other, and the trained parameters.
 
 A worker is a set of ranks that average gradients at every step: the ranks of a node, the process group of a DDP model,
 the mesh of a sharded one, or one rank. Ranks that hold the same parameters (of a sharded model: the same shards)
@@ -26,7 +26,7 @@ _SHARDS: MessageType[tuple[str, tuple[int, ...]]] = MessageType(tuple[str, tuple
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """Return the module that is trained: the one inside a DDP model, also if that is wrapped; else `model` itself.
+    """Returns the module that is trained: the one inside a DDP model, also if that is wrapped; else `model` itself.
 
     Raises:
         ValueError: A DDP model is only a part of `model`.
@@ -43,7 +43,7 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of all parameters that the optimizers train, in the model's order.
+    """Returns (name, parameter) of all parameters that the optimizers train, in the model's order.
 
     Raises:
         ValueError: The optimizers train no parameter of the model, or a parameter that it does not have; or a trained
@@ -69,14 +69,14 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> lis
 def peers_of(
     model: nn.Module, trained: list[tuple[str, nn.Parameter]], inside: str, agreement: Agreement
 ) -> tuple[dist.ProcessGroup, frozenset[int] | None]:
-    """Return the group of ranks that hold the same parameters or shards as this one, and this rank's worker.
+    """Returns the group of ranks that hold the same parameters or shards as this one, and this rank's worker.
 
     All ranks call it: the groups of sharded models are made here.
 
     Args:
-        model: Argument of `Outer`.
+        model: Model given to `Outer`: a plain module, a DDP model, or a sharded one.
         trained: (Name, parameter) pairs that are trained.
-        inside: Argument of `Outer`.
+        inside: Ranks of a worker, as in `Outer`: `exact`, `none` or the name of a level.
         agreement: Agreement of all ranks.
 
     Returns:
@@ -120,7 +120,7 @@ def peers_of(
 
 
 def shard_groups(said: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]:
-    """Return groups of ranks that hold the same shards.
+    """Returns groups of ranks that hold the same shards.
 
     Args:
         said: (Key of its shards, ranks of its worker) of each rank.
@@ -141,7 +141,7 @@ def shard_groups(said: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]
 
 
 def _shard_key(sharded: Sequence[DTensor]) -> str:
-    """Return a key for the shards that this rank holds, equal on ranks that hold the same shards."""
+    """Returns a key for the shards that this rank holds, equal on ranks that hold the same shards."""
     found = []
     for each in sharded:
         place: Sequence[int] = each.device_mesh.get_coordinate() or ()
@@ -155,11 +155,11 @@ def _shard_key(sharded: Sequence[DTensor]) -> str:
 
 
 def workers_in(cluster: Cluster, inside: str) -> list[tuple[int, ...]]:
-    """Return the ranks of each worker.
+    """Returns the ranks of each worker.
 
     Args:
         cluster: Placement of the ranks.
-        inside: Argument of `Outer`.
+        inside: Ranks of a worker: `exact` (a node), `none` (each rank by itself) or the name of a level.
 
     Raises:
         ValueError: The cluster does not have the level `inside`.
@@ -176,7 +176,16 @@ def workers_in(cluster: Cluster, inside: str) -> list[tuple[int, ...]]:
 
 
 def workers_given(group: dist.ProcessGroup, own: frozenset[int], agreement: Agreement) -> list[tuple[int, ...]]:
-    """Return the ranks of each worker in `group`; all ranks of the job call it with their own worker."""
+    """Returns the ranks of each worker in a group, given that each rank knows its own; all ranks of the job call it.
+
+    Args:
+        group: Ranks that exchange with each other.
+        own: Ranks of this rank's worker, in the default group.
+        agreement: Agreement of all ranks of the job.
+
+    Returns:
+        For each worker those of its ranks that are in `group`, numbered in the default group.
+    """
     said = agreement.gather(sorted(own))
     workers: dict[str, list[int]] = {}
     for rank in dist.get_process_group_ranks(group):
