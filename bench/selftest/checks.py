@@ -1,4 +1,4 @@
-"""What a check is: a name, something to try, and how it went."""
+"""Types of a check: its function, its result, and the exceptions by which it fails or is skipped."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from torch import Tensor
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 
 Attempt = Callable[[], float]
-"""Tries something and returns the worst difference found, 0 where the bits are the same.
+"""Function that runs a check, and returns the largest difference found, 0 if all bits are the same.
 
-Raises `Mismatch` where the difference is too large, `NotHere` where it cannot be tried on this machine.
+It raises `Mismatch` if the difference is too large, and `NotHere` if the check cannot be run on this machine.
 """
 
 
 class Mismatch(Exception):
-    """A result is wrong; what is checked next can still be right.
+    """Error of a check whose result is wrong; later checks can still be run.
 
     Args:
-        reason: What was found, and what was wanted.
-        difference: The worst one.
+        reason: Description of the result and of the expected one.
+        difference: Largest difference between them.
     """
 
     def __init__(self, reason: str, difference: float) -> None:
@@ -29,20 +29,20 @@ class Mismatch(Exception):
 
 
 class NotHere(Exception):
-    """This machine has not what the check needs; the message says what that is."""
+    """Error of a check that needs something this machine does not have; the message names it. The check is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelftestResult:
-    """How one check went.
+    """Result of one check.
 
     Attributes:
-        part: What it belongs to: `kernels`.
-        name: Of the check.
+        part: Name of the part of the self-test to which it belongs, such as `NCCL, 1 rank`.
+        name: Name of the check.
         outcome: `pass`, `fail` or `skipped`.
-        reason: Why it failed or was skipped; empty where it passed.
-        worst_difference: From what was wanted; None where nothing was compared.
-        seconds: That it took.
+        reason: Reason for which it failed or was skipped; empty if it passed.
+        worst_difference: Largest difference from the expected result; None if nothing was compared.
+        seconds: Duration of the check.
     """
 
     part: str
@@ -54,16 +54,16 @@ class SelftestResult:
 
 
 def compare(ours: Tensor, wanted: Tensor, tolerance: float = 0.0) -> float:
-    """The largest difference between two tensors of one shape and dtype.
+    """Compares two tensors of one shape and dtype; returns their largest difference.
 
     Args:
-        ours: On any device.
-        wanted: On the CPU.
-        tolerance: Allowed, over the largest magnitude that is wanted; 0 wants the same bits, signs of zeros too, but
-            any NaN for a NaN.
+        ours: Result, on any device.
+        wanted: Expected result, on the CPU.
+        tolerance: Allowed difference, divided by the largest magnitude in `wanted`. At 0 all bits must be the same,
+            also the signs of zeros, except that any NaN equals any other.
 
     Raises:
-        Mismatch: It is larger than allowed.
+        Mismatch: The difference is larger than allowed.
     """
     found = ours.cpu()
     if not wanted.is_floating_point():

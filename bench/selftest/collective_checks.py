@@ -1,4 +1,4 @@
-"""Every collective that gradwire issues, on numbers whose sums are known; on NCCL every call that it makes of it."""
+"""Checks of every collective that gradwire issues on inputs with known sums, and of every call it makes of NCCL."""
 
 import math
 from collections.abc import Iterator
@@ -27,22 +27,22 @@ from gradwire.comms.transport.torch_group import connect_gloo
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, even_bounds
 
 TIMEOUT = timedelta(seconds=60)
-"""The timeout for connecting and for every collective."""
+"""Time limit for connecting, and of each collective."""
 NUMELS = (1, 17, 40_001)
 LARGE_NUMEL = 25 * 2**20 // 4
-"""25 MiB of float32: the size of DDP's bucket."""
+"""Elements of 25 MiB of float32, the default size of DDP's buckets."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.complex64)
 NARROW_TOLERANCE = 2.0**-7
-"""A unit in the last place of bfloat16, for factors that are no power of two."""
+"""Relative tolerance of 16-bit types for factors that are no power of two: a unit in the last place of bfloat16."""
 
 
 class CollectiveChecks:
-    """One rank's part of the checks; all ranks go through them in the same order.
+    """Checks of the collectives on one rank; all ranks run them in the same order.
 
     Args:
-        group: The default process group, of NCCL or gloo.
-        device: This rank's, with its index.
-        touched: Gets the places of comms/transport/nccl.py that were called.
+        group: Default process group, of NCCL or gloo.
+        device: Device of this rank, with its index.
+        touched: Set to which the places of comms/transport/nccl.py that were used are added.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, touched: set[NcclSite]) -> None:
@@ -53,7 +53,7 @@ class CollectiveChecks:
         self._transport: Transport | None = None
 
     def attempts(self) -> Iterator[tuple[str, Attempt]]:
-        """Yields a name and an attempt for each check."""
+        """Yields the name and the function of each check."""
         yield "connect", self._connect
         for dtype in DTYPES:
             yield f"all_reduce {_short(dtype)}", partial(self._all_reduce, dtype)
@@ -71,7 +71,11 @@ class CollectiveChecks:
             yield "close", self._close
 
     def _open(self, name: str) -> NcclTransport:
-        """A communicator of its own, connected."""
+        """Makes a new communicator of NCCL over all ranks, and connects it.
+
+        Args:
+            name: Name of the communicator, which no other has.
+        """
         store = PrefixStore(f"selftest/{name}", store_of(self._group))
         made = make_nccl(store, self._rank, self._size, TIMEOUT, name=name, global_ranks=range(self._size))
         transport = self._recorded(made, owned=True)
@@ -98,7 +102,13 @@ class CollectiveChecks:
         return self._transport
 
     def _given(self, numel: int, dtype: torch.dtype, rank: int | None = None) -> Tensor:
-        """What a rank gives, on the CPU: small whole numbers, so that every order of sums gives the same."""
+        """Returns a rank's input on the CPU: small whole numbers, whose sum is exact in any order.
+
+        Args:
+            numel: Number of elements.
+            dtype: Type of the elements.
+            rank: Rank whose input is returned; None for this rank.
+        """
         return torch.arange(numel).add(self._rank if rank is None else rank).remainder(5).mul(4).to(dtype)
 
     def _sum(self, numel: int, dtype: torch.dtype, scale: float) -> Tensor:
@@ -108,7 +118,10 @@ class CollectiveChecks:
         return (total * scale).to(dtype)
 
     def _scales(self, dtype: torch.dtype) -> tuple[float, ...]:
-        """All that select another operation of NCCL: a sum, an average, a premultiplied sum, an inexact factor."""
+        """Returns factors of a sum for which NCCL runs different operations; only 1 for integers.
+
+        They are 1 (a sum), 1/n (an average), 0.25 (a premultiplied sum), and a factor that is rounded.
+        """
         return (1.0, 1.0 / self._size, 0.25, 1.0 / (3 * self._size)) if _has_fractions(dtype) else (1.0,)
 
     def _all_reduce(self, dtype: torch.dtype) -> float:
@@ -141,7 +154,15 @@ class CollectiveChecks:
         return worst
 
     def _bounds(self, kind: str, numel: int) -> tuple[int, ...]:
-        """Offsets at which a tensor is cut into one slice a rank."""
+        """Returns the offsets that divide a tensor into one slice for each rank, one more than there are ranks.
+
+        Args:
+            kind: `equal`, `uneven`, or `one owner`: the first rank has all elements.
+            numel: Elements of the tensor.
+
+        Raises:
+            NotHere: There is one rank only, and the slices would all be the same.
+        """
         size = self._size
         if kind == "equal":
             return (*(numel // size * rank for rank in range(size)), numel)
@@ -174,7 +195,7 @@ class CollectiveChecks:
         return 0.0
 
     def _together(self) -> float:
-        """What compressors issue as one: a sum, and parts of unequal length out and back."""
+        """Checks several collectives in one group: an all-reduce, and exchanges of parts of unequal length."""
         rows = 10 * (self._size + 1)
         bounds = even_bounds(rows, self._size) if self._size == 1 else self._bounds("uneven", rows)
         own = bounds[self._rank + 1] - bounds[self._rank]
@@ -211,7 +232,10 @@ class CollectiveChecks:
         return _compared(flat, self._sum(1000, torch.float32, 1.0))
 
     def _failed_group_call(self) -> float:
-        """A call inside is refused: it must be raised, the group given up, and other communicators left as they are."""
+        """Checks a group of calls of which one is refused.
+
+        The error must be raised, the communicator must refuse further collectives, and another one must still work.
+        """
         transport = self._open("given up")
         flat, wrong = torch.ones(100, device=self._device), torch.zeros(7, device=self._device)
         try:
@@ -242,7 +266,17 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _compared(found: Tensor, wanted: Tensor, scale: float = 1.0, where: str = "") -> float:
-    """The worst difference; none is allowed unless the factor is rounded."""
+    """Compares a result with the expected one; returns the largest difference.
+
+    Args:
+        found: Result, on any device.
+        wanted: Expected result, on the CPU.
+        scale: Factor of the sum; only if it is no power of two, a difference is allowed.
+        where: Beginning of the error message.
+
+    Raises:
+        Mismatch: The difference is larger than allowed.
+    """
     exact = math.frexp(scale)[0] == 0.5
     tolerance = 0.0 if exact else NARROW_TOLERANCE if wanted.element_size() == 2 else 1e-6
     if wanted.is_complex():

@@ -1,7 +1,8 @@
-"""`gradwire selftest`: does everything that gradwire does on this machine's GPUs work, and how fast is it?
+"""`gradwire selftest` checks that gradwire works on this machine's GPUs, and measures how fast its kernels are.
 
-Kernels against their reference and against a copy, every call of NCCL, three short trainings: in under five minutes,
-without a checkout. The JSON belongs into an issue, also where nothing failed.
+It compares kernels with their reference and their bandwidth with that of a copy, tries every call of NCCL, and runs
+three short trainings, in under five minutes and without a checkout. Its JSON is meant for issues, also if nothing
+failed.
 """
 
 import argparse
@@ -20,12 +21,13 @@ from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, add_json_o
 
 BAD_USE = 2
 DEFAULT_CHECKED = 1_000_003
-"""Elements: more than the CTAs of a small GPU have at a time, and no multiple of anything."""
+"""Default of `--numel`: more elements than a small GPU's thread blocks process at a time, and a prime, so that the last
+block is not full."""
 MOST_NUMEL = 2**28
-"""A GiB of float32, of which some calls need ten."""
+"""Upper limit of elements: one GiB of float32, and some calls need ten times as much."""
 DEFAULT_SECONDS = 300.0
 LEAST_SECONDS = 20.0
-"""Less starts nothing."""
+"""Lower limit of `--seconds`: in less, no part would run."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,13 +71,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `gradwire selftest`.
+    """Runs `gradwire selftest`: starts the parts, and reports their results.
 
     Args:
-        argv: Words after `selftest`.
+        argv: Words of the command line after `selftest`.
 
     Returns:
-        0 where nothing failed, 1 where something did, 2 for bad use.
+        The exit status: 0 if no check failed, 1 if one did or no process can be started, 2 for bad use.
     """
     options = parser().parse_args(argv)
     began, status = time.monotonic(), StatusLine()
@@ -102,10 +104,10 @@ def main(argv: list[str]) -> int:
 
 
 def _device(options: argparse.Namespace) -> str:
-    """The device to use.
+    """Returns the device to use, `cpu` or `cuda`: that of `--device`, else `cuda` if torch sees a GPU.
 
     Raises:
-        ValueError: It was asked for and is not there.
+        ValueError: `--device cuda` was given, and torch sees no GPU.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"`--device cuda`: {_why_no_gpu(None)}")
@@ -121,7 +123,7 @@ def _why_no_gpu(asked: str | None) -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses what cannot be run or written.
+    """Checks that the options have sensible values, and that the file of `--json` can be written.
 
     Raises:
         ValueError: A value does not fit; the message names it.

@@ -1,7 +1,7 @@
-"""What of gradwire's CUDA code a run has touched, and what there is of it: counted, never listed by hand.
+"""Coverage of gradwire's CUDA code by a self-test: which kernels and which calls of NCCL a run has used.
 
-Kernels: the functions that compressors call, and the entry points of csrc/cuda. NCCL: the places in
-comms/transport/nccl.py that call torch's group, as its own source has them.
+The full lists are read from the code, never written by hand. Kernels are the functions that compressors call, and the
+entry points of csrc/cuda. Calls of NCCL are the places in comms/transport/nccl.py that call torch's group.
 """
 
 import ast
@@ -21,17 +21,17 @@ from gradwire.compressors.kernels.cuda.load import ENTRY_POINTS
 from gradwire.compressors.kernels.dispatch import Kernels
 
 GROUP = "_group"
-"""The attribute of `NcclTransport` that is torch's group."""
+"""Name of the attribute of `NcclTransport` that holds torch's group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Touched:
-    """How much of one kind was touched.
+    """Coverage of one kind of code.
 
     Attributes:
-        kind: In words: `CUDA kernels`.
-        all: Every name there is.
-        touched: Those that were called.
+        kind: Kind of code in words, such as `CUDA kernels`.
+        all: Names of all functions or places of this kind.
+        touched: Names of those that the run has called.
     """
 
     kind: str
@@ -40,30 +40,30 @@ class Touched:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Those that were not, in the order of `all`."""
+        """Names of those that the run has not called, in the order of `all`."""
         return tuple(name for name in self.all if name not in self.touched)
 
     def words(self) -> str:
-        """`35 of 35 CUDA kernels`."""
+        """Returns the coverage in words, as `35 of 35 CUDA kernels`."""
         return f"{len(self.all) - len(self.missing)} of {len(self.all)} {self.kind}"
 
 
 def all_kernels() -> tuple[str, ...]:
-    """The `__global__` functions of csrc/cuda, `file.kernel`."""
+    """Returns the names of the `__global__` functions of csrc/cuda, each as `file.kernel`."""
     return tuple(f"{file}.{kernel}" for file, kernels in ENTRY_POINTS.items() for kernel in kernels)
 
 
 def all_functions() -> tuple[str, ...]:
-    """What every set of kernels offers to the compressors."""
+    """Returns the names of the functions that every set of kernels offers to the compressors."""
     return tuple(sorted(name for name in vars(Kernels) if not name.startswith("_")))
 
 
 class RecordedKernels:
-    """A set of kernels that notes which of its functions were asked for.
+    """Wrapper of a set of kernels that records which of its functions were looked up.
 
     Args:
-        kernels: A module, or an object.
-        touched: Gets their names.
+        kernels: Module or object with the functions.
+        touched: Set to which the names are added.
     """
 
     def __init__(self, kernels: Kernels, touched: set[str]) -> None:
@@ -71,32 +71,37 @@ class RecordedKernels:
         self._touched = touched
 
     def __getattr__(self, name: str) -> object:
-        """The kernels' own function."""
+        """Returns the function of the wrapped kernels, and records its name."""
         self._touched.add(name)
         return getattr(self._recorded, name)
 
 
 def touched_functions(names: Iterable[str], device: str) -> Touched:
-    """The functions' part of the coverage.
+    """Returns the coverage of the kernel functions.
 
     Args:
-        names: That were called.
-        device: `cpu` or `cuda`.
+        names: Names of the functions that were called; others than `all_functions` are ignored.
+        device: Device of the run, `cpu` or `cuda`.
     """
     wanted = all_functions()
     return Touched(kind=f"kernel functions on {device}", all=wanted, touched=tuple(sorted(set(names) & set(wanted))))
 
 
 def touched_kernels(names: Iterable[str]) -> Touched:
-    """The CUDA kernels' part of the coverage."""
+    """Returns the coverage of the CUDA kernels.
+
+    Args:
+        names: Names of the kernels that were launched, each as `file.kernel`.
+    """
     return Touched(kind="CUDA kernels", all=all_kernels(), touched=tuple(sorted(set(names))))
 
 
 @contextmanager
 def recorded_launches() -> Iterator[set[str]]:
-    """Notes the name of every kernel that is launched inside the block, `file.kernel`, and yields the set of them.
+    """Records the names of the kernels that are launched inside the block; yields the set, which grows meanwhile.
 
-    Inside it `launch` is another function, for this process alone. A launch counts when it was made without an error.
+    Names are `file.kernel`. A launch counts if it raised no error. Inside the block, this process's
+    `compressors.kernels.cuda.launch.launch` is replaced.
     """
     launched: set[str] = set()
     start = cuda_launch.launch
@@ -122,12 +127,12 @@ def recorded_launches() -> Iterator[set[str]]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class NcclSite:
-    """A place that calls torch's group.
+    """Place in comms/transport/nccl.py that calls torch's group.
 
     Attributes:
-        line: In comms/transport/nccl.py.
+        line: Number of the line.
         call: Name of the group's method.
-        function: That holds the line.
+        function: Name of the function that contains the line.
     """
 
     line: int
@@ -135,13 +140,13 @@ class NcclSite:
     function: str
 
     def words(self) -> str:
-        """`_all_reduce: allreduce, line 298`."""
+        """Returns the place in words, as `_all_reduce: allreduce, line 298`."""
         return f"{self.function}: {self.call}, line {self.line}"
 
 
 @cache
 def nccl_sites() -> tuple[NcclSite, ...]:
-    """Every place of comms/transport/nccl.py that calls a method of torch's group, in the order of its lines."""
+    """Returns every place of comms/transport/nccl.py that calls a method of torch's group, ordered by line."""
     tree = ast.parse(inspect.getsource(nccl))
     return tuple(sorted(site for node in tree.body for site in _sites_below(node, "")))
 
@@ -157,7 +162,10 @@ def _sites_below(node: ast.AST, function: str) -> Iterable[NcclSite]:
 
 
 def _called(node: ast.AST) -> str | None:
-    """`self._group.NAME`, or `getattr(self._group, NAME)` with a constant of the module; None for anything else."""
+    """Returns the name of the group's method that an expression looks up; None if it looks up none.
+
+    The expression is `self._group.NAME`, or `getattr(self._group, NAME)` with a constant of the module.
+    """
     match node:
         case ast.Attribute(value=ast.Attribute(value=ast.Name(id="self"), attr=attribute), attr=name):
             return name if attribute == GROUP else None
@@ -167,11 +175,11 @@ def _called(node: ast.AST) -> str | None:
 
 
 class RecordedGroup:
-    """Torch's group, whose methods note from which line of comms/transport/nccl.py they were asked for.
+    """Wrapper of torch's group that records which lines of comms/transport/nccl.py look up its methods.
 
     Args:
-        group: Torch's own.
-        touched: Gets the places; the same set may serve several groups.
+        group: Group to wrap.
+        touched: Set to which the places are added; several groups may share it.
     """
 
     def __init__(self, group: TorchGroup, touched: set[NcclSite]) -> None:
@@ -179,7 +187,7 @@ class RecordedGroup:
         self._touched = touched
 
     def __getattr__(self, name: str) -> object:
-        """The group's own method."""
+        """Returns the method of the wrapped group, and records the place that looks it up."""
         caller = sys._getframe(1)
         if caller.f_code.co_filename == nccl.__file__:
             self._touched.update(site for site in nccl_sites() if (site.line, site.call) == (caller.f_lineno, name))
@@ -187,10 +195,10 @@ class RecordedGroup:
 
 
 def touched_calls(sites: Iterable[NcclSite]) -> Touched:
-    """NCCL's part of the coverage.
+    """Returns the coverage of the calls of NCCL.
 
     Args:
-        sites: That were touched.
+        sites: Places that were used.
     """
     return Touched(
         kind="NCCL call sites",

@@ -1,4 +1,4 @@
-"""The machine under a report: versions, GPUs, how they hang together, and the variables that steer them."""
+"""Description of the machine for a report: versions, GPUs, their topology, and environment variables."""
 
 import importlib
 import platform
@@ -16,9 +16,9 @@ from gradwire.topology.show.draw import summary
 
 
 def machine_facts() -> dict[str, object]:
-    """What an issue has to say of the machine; names no host and no user.
+    """Returns a description of the machine for an issue, without names of hosts and users.
 
-    CUDA is asked, so this is for a process that uses it anyway.
+    It initializes CUDA in this process.
     """
     return {
         "machine": machine_line(),
@@ -31,11 +31,14 @@ def machine_facts() -> dict[str, object]:
 
 
 OWN_VARIABLES = ("GRADWIRE_HOSTNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID")
-"""What the command itself sets for its processes."""
+"""Environment variables that the command sets for its processes, and that the description leaves out."""
 
 
 def cuda_versions() -> dict[str, str]:
-    """Versions of what lies below gradwire's own kernels; what is missing is left out, or says so."""
+    """Returns the versions of CUDA's libraries below gradwire's kernels: name -> version.
+
+    Without a GPU only that of torch's CUDA; if CuPy cannot be used, its entry says so.
+    """
     found = {"torch CUDA": str(torch.version.cuda)}
     if not torch.cuda.is_available():
         return found
@@ -50,7 +53,7 @@ def cuda_versions() -> dict[str, str]:
 
 
 def gpus() -> list[dict[str, object]]:
-    """Each GPU as torch sees it."""
+    """Returns name, compute capability, memory and multiprocessors of each GPU that torch sees."""
     found: list[dict[str, object]] = []
     for index in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(index)
@@ -66,7 +69,7 @@ def gpus() -> list[dict[str, object]]:
 
 
 def topology_lines() -> list[str]:
-    """The machine in three lines."""
+    """Returns a summary of the machine's topology, and a line with the rate of each level; or the reason why not."""
     try:
         machine = detect_machine()
     except TopologyError as error:

@@ -1,4 +1,4 @@
-"""Every kernel against its reference on the same bits, and its bandwidth against a copy of as many bytes."""
+"""Checks of every kernel: its results against its reference, and its bandwidth against a copy of as many bytes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,20 +11,21 @@ from gradwire.bench.kernels.command import best_seconds
 from gradwire.bench.selftest.checks import Attempt, Mismatch, compare
 
 SMALL: tuple[tuple[int, float], ...] = ((1, 1.0), (1025, 1.0), (1025, 1e-41), (70_001, 1.0))
-"""Elements and the factor on them: one, a block and one more, subnormal numbers, several blocks and a ragged end."""
+"""(elements, factor on their values) of the small inputs: one element; a block and one more; subnormal numbers; several
+blocks of which the last is not full."""
 REPEATS = 15
-"""Runs of which the fastest counts: what disturbs one only ever makes it slower."""
+"""Number of runs, of which the fastest counts: other load only makes runs slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelBandwidth:
-    """One row of the table.
+    """Bandwidth of one kernel beside a copy.
 
     Attributes:
         kernel: Name of the call.
-        nbytes: That it must read and write at least.
-        seconds: Of the fastest run.
-        of_copy: Time of a copy that reads and writes as many bytes, over this time.
+        nbytes: Bytes that it must read and write at least.
+        seconds: Time of the fastest run.
+        of_copy: Time of a copy that reads and writes as many bytes, divided by `seconds`: 1 is as fast as a copy.
     """
 
     kernel: str
@@ -34,15 +35,15 @@ class KernelBandwidth:
 
 
 def calls_on(ours: KernelSet) -> dict[str, CallMaker]:
-    """What there is to be checked with these kernels."""
+    """Returns name -> maker of each call that is checked; the same for every set of kernels."""
     return CALLS
 
 
 def kernel_attempts(ours: KernelSet, numel: int) -> Iterator[tuple[str, Attempt]]:
-    """Yields a name and an attempt for each call.
+    """Yields the name and the function of a check for each call of the kernels.
 
     Args:
-        ours: What is compared with the reference.
+        ours: Kernels that are compared with the reference.
         numel: Elements of the largest input.
     """
     wanted = reference_kernels()
@@ -74,10 +75,10 @@ def _attempt(make: CallMaker, ours: KernelSet, wanted: KernelSet, sizes: tuple[t
 
 
 def bandwidths(ours: KernelSet, numel: int) -> Iterator[tuple[str, Callable[[], KernelBandwidth]]]:
-    """Yields a name and what measures it, for each call.
+    """Yields the name of each call of the kernels, and a function that measures its bandwidth.
 
     Args:
-        ours: On a CUDA device.
+        ours: Kernels on a CUDA device.
         numel: Elements of the gradient.
     """
     for name, make in calls_on(ours).items():

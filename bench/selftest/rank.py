@@ -1,6 +1,6 @@
-"""One process of `gradwire selftest`: goes through one part, and says in lines of JSON how each check went.
+"""One process of `gradwire selftest`: it runs the checks of one part, and prints the result of each as a line of JSON.
 
-Every part has processes of its own, so that one that crashes takes nothing else along.
+Each part has its own processes, so that a crash ends one part only.
 """
 
 import json
@@ -32,7 +32,7 @@ from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_
 from gradwire.compressors.kernels.dispatch import Kernels
 
 RECORD = "selftest"
-"""The key by which a line of JSON is known for a record; its value says what it holds."""
+"""Key of the lines of JSON that are records; its value is the kind of record."""
 PLANNED, BEGUN, ENDED, BANDWIDTH, COVERAGE, FACTS, LOSSES, NOTE = (
     "planned", "begun", "ended", "bandwidth", "coverage", "facts", "losses", "note",
 )  # fmt: skip
@@ -41,10 +41,10 @@ KERNELS, COLLECTIVES, TRAININGS = "kernels", "collectives", "trainings"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSettings:
-    """What all ranks of a part are given.
+    """Settings of one part, the same on all of its ranks.
 
     Attributes:
-        part: Its name in the report.
+        part: Name of the part in the report.
         kind: `facts`, `kernels`, `collectives` or `trainings`.
         device: `cpu` or `cuda`.
         numel: Elements of the largest input of a kernel.
@@ -59,14 +59,23 @@ class PartSettings:
 
 
 def say(record: str, value: object) -> None:
-    """Sends a record to the process that started this one."""
+    """Sends a record to the process that started this one, as a line of JSON on stdout.
+
+    Args:
+        record: Kind of record, one of the constants above.
+        value: Content of the record, of types that JSON has.
+    """
     print(json.dumps({RECORD: record, "value": value}), flush=True)
 
 
 def rank_device(kind: str) -> torch.device:
-    """The device of this rank: where there are fewer GPUs than ranks, several share one.
+    """Returns the device of this rank; a CUDA device is made the current one. Ranks share GPUs if there are too few.
 
-    By its rank, not its local rank: all ranks are on this machine, whatever node gradwire takes them for.
+    The GPU is chosen by the rank and not by the local rank, because all ranks are on this machine, although gradwire is
+    told that they are on several nodes.
+
+    Args:
+        kind: `cpu` or `cuda`.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -76,13 +85,13 @@ def rank_device(kind: str) -> torch.device:
 
 
 def go_through(part: str, attempts: Iterable[tuple[str, Attempt]], *, alone: bool) -> None:
-    """Tries one check after the other and says how it went.
+    """Runs one check after the other, and sends the result of each.
 
     Args:
-        part: Its name in the report.
-        attempts: Names, and what to try.
-        alone: Whether no other rank takes part: then an error ends one check, else it ends the part, because the others
-            may wait for what this rank does not issue any more.
+        part: Name of the part in the report.
+        attempts: Name and function of each check.
+        alone: Whether this is the only rank of the part. If not, an unexpected error ends this process, because the
+            other ranks may wait for collectives that it no longer issues; a wrong result does not.
     """
     planned = list(attempts)
     say(PLANNED, [name for name, _ in planned])
@@ -95,7 +104,7 @@ def go_through(part: str, attempts: Iterable[tuple[str, Attempt]], *, alone: boo
 
 
 def _tried(part: str, name: str, attempt: Attempt) -> tuple[SelftestResult, bool]:
-    """How it went, and whether what follows makes sense on several ranks."""
+    """Runs one check; returns its result, and whether several ranks can go on: False after an unexpected error."""
     began = time.perf_counter()
     outcome, goes_on = SelftestResult(part=part, name=name, outcome=PASS), True
     try:
@@ -135,7 +144,7 @@ def check_kernels(settings: PartSettings) -> None:
 
 
 def _why_unusable(device: torch.device) -> str | None:
-    """What the kernels miss on this machine, in the words of their own check; None where they can be used."""
+    """Returns why the CUDA kernels cannot be used on this machine; None if they can."""
     try:
         require_cupy(device.index)
     except CudaKernelsError as error:
@@ -151,7 +160,7 @@ def _not_here(reason: str) -> Attempt:
 
 
 def check_together(settings: PartSettings) -> None:
-    """The collectives, or the trainings, of several ranks."""
+    """Runs the checks of collectives or trainings as one of several ranks, and sends the results."""
     device = rank_device(settings.device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     group = dist.group.WORLD
@@ -170,10 +179,10 @@ def check_together(settings: PartSettings) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Goes through one part as one of its ranks.
+    """Runs the checks of one part as one of its ranks; returns the exit status 0, also if checks failed.
 
     Args:
-        argv: A `PartSettings` as JSON.
+        argv: A list of one item, a `PartSettings` as JSON.
     """
     settings = PartSettings(**json.loads(argv[0]))
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What the self-test prints, failures first, and the JSON that belongs into an issue."""
+"""Report of the self-test: printed with failures first, and as JSON for an issue."""
 
 import textwrap
 from collections.abc import Iterator
@@ -15,22 +15,22 @@ from gradwire.bench.selftest.run import SelftestFindings
 from gradwire.bench.terminal import right_columns
 
 WIDTH = 80
-"""Columns: what a terminal has at least, and what an issue shows without a scroll bar."""
+"""Columns of the report: fewer than any terminal has, and few enough for an issue without a scroll bar."""
 SLOW = 0.5
-"""Share of a copy's bandwidth below which kernels stand in the terminal's table; the others are in the JSON alone."""
+"""Share of a copy's bandwidth below which kernels are in the printed table; the JSON has all."""
 
 
 def exit_status(findings: SelftestFindings) -> int:
-    """1 where a check failed, else 0: what was skipped is said, and is no failure."""
+    """Returns the exit status of the command: 1 if a check failed, else 0. A skipped check is no failure."""
     return int(any(each.outcome == FAIL for each in findings.checks))
 
 
 def as_record(findings: SelftestFindings, took_seconds: float) -> dict[str, object]:
-    """All of it, for an issue.
+    """Returns the whole report as a JSON object, for an issue.
 
     Args:
-        findings: Of all parts.
-        took_seconds: From the start of the command.
+        findings: Findings of all parts.
+        took_seconds: Seconds since the start of the command.
     """
     return {
         "kind": "selftest",
@@ -49,18 +49,18 @@ def as_record(findings: SelftestFindings, took_seconds: float) -> dict[str, obje
 
 
 def _short_record(check: SelftestResult) -> dict[str, object]:
-    """The record without what is empty, so that the whole fits into an issue."""
+    """Returns a check as a JSON object without its empty fields, so that the whole report fits into an issue."""
     record = asdict(check) | {"seconds": round(check.seconds, 3)}
     return {name: value for name, value in record.items() if value not in ("", None)}
 
 
 def print_report(findings: SelftestFindings, console: Console, took_seconds: float) -> None:
-    """Prints the report.
+    """Prints the report: failures, skipped checks, tables of the parts and of the slowest kernels, coverage.
 
     Args:
-        findings: Of all parts.
-        console: Where.
-        took_seconds: From the start of the command.
+        findings: Findings of all parts.
+        console: Console to print to.
+        took_seconds: Seconds since the start of the command.
     """
     counts = {outcome: sum(each.outcome == outcome for each in findings.checks) for outcome in (FAIL, PASS, SKIPPED)}
     console.print(
@@ -82,7 +82,7 @@ def print_report(findings: SelftestFindings, console: Console, took_seconds: flo
 
 
 def _report_lines(findings: SelftestFindings) -> Iterator[str]:
-    """What failed, what was skipped for another reason than a failure before it, what was not run, and where."""
+    """Yields lines on the checks that failed or were skipped, on what was not run, and on the machine."""
     for outcome, word in ((FAIL, "FAILED"), (SKIPPED, "skipped")):
         reasons: dict[tuple[str, str], list[str]] = {}
         for each in findings.checks:

@@ -1,4 +1,4 @@
-"""The parts of the self-test, each in processes of its own, and what their lines come to."""
+"""Run of the parts of the self-test, each in its own processes, and collection of their results."""
 
 import json
 import time
@@ -27,28 +27,28 @@ from gradwire.bench.selftest.rank import (
 )
 
 LEAST_SECONDS = 5.0
-"""A part for which less is left is not begun: torch alone takes some seconds to import."""
+"""Time left of `--seconds` below which no further part begins: importing torch alone takes some seconds."""
 GRACE_SECONDS = 5.0
-"""Seconds that the other ranks get, after one has failed, to say what they saw."""
+"""Seconds for which the other ranks may go on after one has failed, to report their errors."""
 LAST_LINES = 12
-"""The last lines of what a process printed besides its records, where it failed."""
+"""Number of the last lines of a failed process's output that the report quotes."""
 MOST_RANKS = 8
 NAME_OF_PROCESS = "the processes"
-"""The check that stands for a part whose processes ended without naming a check."""
+"""Name of the check that fails if a part's processes end outside any of its checks."""
 
 SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-"""NCCL's variables for ranks that share one GPU, besides a NCCL_HOSTID of each: NCCL refuses two ranks of one host on
-one GPU. Source: NCCL documentation, Environment Variables."""
+"""Variables of NCCL for ranks that share a GPU. Each rank also gets its own NCCL_HOSTID, because NCCL refuses two ranks
+of one host on one GPU. Source: NCCL documentation, Environment Variables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part: what its ranks do, and how many there are.
+    """Part of the self-test: the checks that its processes run, and how many processes there are.
 
     Attributes:
-        settings: For every rank.
-        nodes: Ranks of each node; gradwire takes them for machines of their own.
-        shares_gpu: Whether several ranks have one GPU.
+        settings: Settings of all ranks.
+        nodes: Number of ranks of each node; the nodes are on this machine, and gradwire is told that they are several.
+        shares_gpu: Whether several ranks share a GPU.
     """
 
     settings: PartSettings
@@ -56,30 +56,33 @@ class Part:
     shares_gpu: bool = False
 
     def environment(self, placement: Placement) -> dict[str, str]:
-        """What a rank's variables are, besides those of its place."""
+        """Returns the environment variables of a rank besides those of its placement."""
         return {**SHARED_GPU, "NCCL_HOSTID": f"rank{placement.rank}"} if self.shares_gpu else {}
 
 
 @dataclass(slots=True)
 class SelftestFindings:
-    """What all parts have said."""
+    """Results of all parts."""
 
     facts: dict[str, object] = field(default_factory=dict)
+    """Description of the machine, as `machine_facts` returns it."""
     checks: list[SelftestResult] = field(default_factory=list)
     bandwidths: list[KernelBandwidth] = field(default_factory=list)
     coverage: dict[str, Touched] = field(default_factory=dict)
+    """Kind of code -> its coverage by all parts."""
     losses: dict[str, list[float]] = field(default_factory=dict)
+    """Name of a training -> loss of each step."""
     notes: list[str] = field(default_factory=list)
-    """What was not run, and why."""
+    """Things that were not run, each with the reason."""
 
 
 class PartCollector:
-    """Takes in the lines of one part's ranks.
+    """Reader of the lines that the ranks of one part print.
 
     Args:
-        part: Its name.
-        size: Ranks.
-        say: Shows what is being checked.
+        part: Name of the part.
+        size: Number of its ranks.
+        say: Callback with the name of the check that begins, for progress.
     """
 
     def __init__(self, part: str, size: int, say: Callable[[str], None]) -> None:
@@ -90,10 +93,15 @@ class PartCollector:
         self._begun: list[str | None] = [None] * size
         self._ended: dict[str, dict[int, SelftestResult]] = {}
         self.records: list[tuple[str, object]] = []
-        """What is no check, of rank 0."""
+        """Records of rank 0 that are not about a check: (kind, value)."""
 
     def line(self, rank: int, text: str) -> None:
-        """One line that a rank printed; what is no record is left to its output."""
+        """Handles one line that a rank printed; lines that are not records are ignored.
+
+        Args:
+            rank: Rank that printed it.
+            text: The line.
+        """
         record = record_of(text)
         if record is None:
             return
@@ -112,10 +120,12 @@ class PartCollector:
             self.records.append((kind, value))
 
     def results(self, outcome: JobOutcome) -> list[SelftestResult]:
-        """What the ranks' results come to, and what became of the checks that have none.
+        """Returns one result for each planned check, from the results of all ranks.
+
+        If the processes failed, the check at which they did is a failure, and those after it are skipped.
 
         Args:
-            outcome: How the processes ended.
+            outcome: Exit statuses and output of the processes.
         """
         found = [
             self._joined(self._ended[name]) for name in self._planned if len(self._ended.get(name, {})) == self._size
@@ -140,7 +150,13 @@ class PartCollector:
         ]
 
     def _joined(self, results: dict[int, SelftestResult]) -> SelftestResult:
-        """One result for all ranks: the first that failed, else that of rank 0, with the worst of all figures."""
+        """Combines the ranks' results of a check: that of the first rank that failed, else of the first rank.
+
+        The difference and the time are the largest of all ranks.
+
+        Args:
+            results: Rank -> its result.
+        """
         first = next((rank for rank in sorted(results) if results[rank].outcome == FAIL), min(results))
         one = results[first]
         differences = [each.worst_difference for each in results.values() if each.worst_difference is not None]
@@ -162,7 +178,7 @@ class PartCollector:
 
 
 def record_of(text: str) -> tuple[str, object] | None:
-    """A record in a line that a rank printed; None where it is anything else."""
+    """Returns the (kind, value) of the record in a line that a rank printed; None if it is no record."""
     if not text.startswith(f'{{"{RECORD}"'):
         return None
     try:
@@ -173,12 +189,12 @@ def record_of(text: str) -> tuple[str, object] | None:
 
 
 def parts_of(device: str, gpus: int, ranks: int, numel: int, bandwidth_numel: int) -> list[Part]:
-    """What is run, in this order.
+    """Returns the parts of the self-test, in the order in which they are run.
 
     Args:
         device: `cpu` or `cuda`.
-        gpus: That torch sees.
-        ranks: Of the parts with several.
+        gpus: Number of GPUs that torch sees.
+        ranks: Number of ranks of the parts that have several.
         numel: Elements of the largest input of a kernel.
         bandwidth_numel: Elements of the gradient whose bandwidth is measured.
     """
@@ -199,15 +215,15 @@ def parts_of(device: str, gpus: int, ranks: int, numel: int, bandwidth_numel: in
 
 
 def run_parts(parts: Sequence[Part], seconds: float, say: Callable[[str], None]) -> SelftestFindings:
-    """Runs one part after the other.
+    """Runs one part after the other, after a process that reads the facts of the machine; returns all results.
 
     Args:
-        parts: In this order.
-        seconds: For all of them; what does not fit is stopped, and what comes after it is not begun.
-        say: Shows what is being checked.
+        parts: Parts to run, in this order.
+        seconds: Time limit of all together: the part that exceeds it is stopped, and later ones are skipped.
+        say: Callback with a line of progress.
 
     Raises:
-        RuntimeError: No process can be started here.
+        RuntimeError: A process cannot be started.
     """
     deadline = time.monotonic() + seconds
     findings = SelftestFindings()
@@ -239,6 +255,7 @@ def run_parts(parts: Sequence[Part], seconds: float, say: Callable[[str], None])
 
 
 def _take(findings: SelftestFindings, kind: str, value: object) -> None:
+    """Adds a record that is not about a check to the findings; coverage of one kind is merged over the parts."""
     assert isinstance(value, (dict, str)), "what rank.py says"
     if isinstance(value, str):
         assert kind == NOTE, kind

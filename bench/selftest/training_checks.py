@@ -1,4 +1,4 @@
-"""Three short trainings under DDP: exact, with int8, with PowerSGD, beside plain DDP on the same data."""
+"""Checks by three short trainings under DDP (exact, int8, PowerSGD), compared with plain DDP on the same data."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -15,39 +15,39 @@ from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_
 STEPS = 30
 BATCH = 64
 WIDTH = 512
-"""The width of the hidden layer, whose matrices PowerSGD compresses."""
+"""Width of the hidden layer, whose matrices PowerSGD compresses."""
 CLASSES = 10
 LEARNED = 0.7
-"""A training counts as one if the loss of its last five steps is at most this share of the first's: all of them come to
-about 0.4."""
+"""Largest mean loss of the last five steps, as a share of the first loss, for which a training has learned something;
+all of these trainings reach about 0.4."""
 EXACT_TOLERANCE = 1e-3
-"""Allowed relative difference of the exact hook's loss from plain DDP's, in any step: sums in another order."""
+"""Allowed relative difference of the exact hook's loss from plain DDP's in any step: its sums are in another order."""
 LOSSY_TOLERANCE = 0.15
-"""Likewise of a compressed training's last losses, as a share of the first loss."""
+"""Largest excess of a training's mean loss in the last five steps over plain DDP's, as a share of the first loss."""
 
 TRAININGS: Mapping[str, Mapping[str, object]] = {
     "exact": {},
     "int8": {"compressor": "int8"},
     "powersgd": {"compressor": "powersgd", "compressor_options": {"rank": 4, "warmup_steps": 0}},
 }
-"""Name -> options of the hook; the last one keeps residuals and factors from step to step."""
+"""Name of a training -> options of the hook. The last one tests state that is kept from step to step."""
 
 
 class TrainingChecks:
-    """One rank's part of the trainings; all ranks go through them in the same order.
+    """Checks by trainings on one rank; all ranks run them in the same order.
 
     Args:
-        device: This rank's, with its index.
+        device: Device of this rank, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._plain: list[float] = []
         self.losses: dict[str, list[float]] = {}
-        """Name -> loss of each step, the mean of all ranks."""
+        """Name of a training -> loss of each step, the mean of all ranks."""
 
     def attempts(self) -> Iterator[tuple[str, Attempt]]:
-        """Yields a name and an attempt for each check."""
+        """Yields the name and the function of each check; plain DDP comes first, as others are compared with it."""
         yield "plain DDP", self._plain_ddp
         for name, options in TRAININGS.items():
             yield name, partial(self._hooked, name, options)
@@ -77,7 +77,15 @@ class TrainingChecks:
         return worst
 
     def _judged(self, losses: list[float], plain: list[float]) -> float:
-        """How much higher the last losses are than plain DDP's, as a share of the first loss."""
+        """Returns how much higher the mean of the last losses is than plain DDP's, as a share of the first loss.
+
+        Args:
+            losses: Loss of each step.
+            plain: Loss of each step under plain DDP.
+
+        Raises:
+            Mismatch: The loss did not fall enough, or ended too far above plain DDP's.
+        """
         first, last, aim = losses[0], sum(losses[-5:]) / 5, sum(plain[-5:]) / 5
         if not last <= LEARNED * first:
             raise Mismatch(f"the loss went from {first:.4f} to {last:.4f}: nothing was learned", last / first)
@@ -87,7 +95,11 @@ class TrainingChecks:
         return behind
 
     def _train(self, name: str, options: Mapping[str, object] | None) -> list[float]:
-        """Trains once; the loss of each step.
+        """Trains a small model, and returns the loss of each step, the mean of all ranks. Collective.
+
+        Args:
+            name: Name under which the losses are kept in `losses`.
+            options: Options of the hook; None for plain DDP.
 
         Raises:
             Mismatch: The ranks have ended with different weights.
