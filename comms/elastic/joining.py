@@ -1,8 +1,8 @@
 """Lets a process join a running job: it puts a request into the job's store, and is admitted between two steps.
 
-A newcomer may harm nobody. What it asks with is read, and refused in words where it does not fit, before any rank that
-trains hears of it; that it lives it shows by counting in the store; and a thread of rank 0 looks for it, so that no
-step waits for a store that does not answer.
+A joining process must not harm the job. A thread of rank 0 reads its request, and refuses one that does not fit with a
+reason, before the training ranks hear of it. The process shows that it lives by a counter in the store (a heartbeat).
+No step waits for a store that does not answer, because only that thread polls it.
 """
 
 import json
@@ -28,10 +28,10 @@ from gradwire.comms.elastic.peer_info import unpacked
 log = logging.getLogger("gradwire")
 
 POLL_SECONDS = 0.25
-"""Seconds between two looks of rank 0 for requests."""
+"""Seconds between two polls of the store for requests, on rank 0."""
 
 HEARTBEAT_SECONDS = 0.1
-"""Seconds between two signs of life of a process that waits, and between its looks for an answer."""
+"""Seconds between two heartbeats of a waiting process, and between its polls for an answer."""
 
 SILENT_SECONDS = 2.0
 """Seconds without a heartbeat after which a waiting process is not admitted. No rank of the job waits for it."""

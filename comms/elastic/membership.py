@@ -345,7 +345,7 @@ class Membership:
 
         Args:
             generation: The generation that is over.
-            error: What the ring has found.
+            error: Error with which the ring has ended; it names the failed rank, if one is known.
         """
         failure = PeerFailure.of(error)
         generation.failures.report(failure)
@@ -531,8 +531,8 @@ class _Generation:
         failures: Rank failures found in it.
 
     Attributes:
-        view: See above.
-        failures: See above.
+        view: The generation's ranks, seen from this one.
+        failures: Rank failures found in it.
         ring: This rank's end of the ring of connections; None for a single rank, and after the generation has ended.
     """
 

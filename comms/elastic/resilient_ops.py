@@ -143,7 +143,7 @@ class GenerationFailureReporter(FailureReporter):
         """Ends the generation for all ranks, and returns the error for this rank's futures.
 
         Args:
-            error: What the collective raised.
+            error: Error that the collective raised on this rank.
             phase: Name of the collective, for the message.
             members: Not used here: the vote on the members finds the missing ranks.
             launches: Not used here.
@@ -215,7 +215,7 @@ class ResilientOps:
     Attributes:
         position: Number of operations completed on this rank.
         communicator: Communicator of the present generation.
-        membership: See above.
+        membership: Agrees with the other ranks on the members of each generation.
         repeated: Number of repeats of operations so far.
         has_begun: Returns whether this rank has sent a part of an operation for which it calls `complete` later.
         by_itself: Whether this rank ran the last operation itself, rather than got its result from ranks that were
@@ -398,7 +398,7 @@ class ResilientOps:
         """Enters the next generation after a failure: aborts, waits for the vote on the members, and connects again.
 
         Args:
-            error: What failed on this rank.
+            error: Error of the operation or of the last attempt to connect, on this rank.
             like: Template of the running operation's result; see `complete`.
 
         Returns:
@@ -544,7 +544,7 @@ def _trim_heap() -> None:
 
 
 POLL_SECONDS = 0.0002
-"""Seconds between two looks at whether a CUDA device has come to the end of a step."""
+"""Seconds between two polls whether a CUDA device has finished the work of a step."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Training that exchanges parameters now and then instead of gradients at every step."""
+"""Trains workers that exchange parameters every few steps, instead of gradients at every step."""

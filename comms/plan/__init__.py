@@ -1,1 +1,1 @@
-"""Which collectives average a bucket, on which ranks and elements, and what that costs."""
+"""Plans all-reduces: which collectives average a bucket, on which ranks and elements, and what that costs."""

@@ -54,9 +54,9 @@ class CollectivePlan:
 
     Attributes:
         plan: Phases, number of chunks and prediction.
-        numel: Elements of a piece (all_gather, reduce_scatter) or of the tensor (broadcast).
-        columns: Chunks: ranges of elements of every piece, or of the tensor.
-        chunks: Transfers of each chunk.
+        numel: Number of elements of a piece (all_gather, reduce_scatter) or of the tensor (broadcast).
+        columns: (First element, one past the last) of each chunk, in every piece, or in the tensor of a broadcast.
+        chunks: Transfers of all ranks for each chunk, by phase.
     """
 
     plan: Plan
@@ -102,6 +102,7 @@ class CollectivePlan:
 def stand_ins(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Returns, for each node and piece, the rank of the node that sends and receives that piece between nodes.
 
+    `stand_ins(cluster)[node][piece]` is that rank.
     In the node of the piece's owner it is the owner. Pieces are spread evenly over the ranks of each other node.
 
     Args:
@@ -329,7 +330,17 @@ def _holders(ranks: Sequence[int], parts: int) -> list[int]:
 
 @lru_cache(maxsize=128)
 def _costs(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, tuple[PhaseCost, ...], tuple[PhaseCost, ...]]:
-    """Returns the costs for one byte of the tensor: inside the nodes, between them hop by hop, and all of these."""
+    """Returns the costs of a planned collective for one byte of the tensor.
+
+    Args:
+        cluster: Placement of the ranks, and link rates.
+        op: `all_gather`, `reduce_scatter` or `broadcast`.
+        root: Sending rank of a broadcast.
+
+    Returns:
+        Cost inside the nodes; costs between the nodes, one for each hop of a broadcast, none on a single node; and all
+        of these costs together.
+    """
     model = CostModel(cluster, {})
     inside = model.phase(Phase(ALL_GATHER if op == ALL_GATHER else REDUCE_SCATTER, 0, cluster.widest(0)))
     if op == BROADCAST:
@@ -366,7 +377,13 @@ def _costs(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, tuple[Phase
 
 @lru_cache(maxsize=128)
 def _library_cost(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, float]:
-    """Returns the cost of gloo's own algorithm, and how often it runs: an all_gather is half of a ring all_reduce."""
+    """Returns the cost of gloo's own collective, as that of an algorithm and a factor on its seconds.
+
+    Args:
+        cluster: Placement of the ranks, and link rates.
+        op: `all_gather` (half of a ring all_reduce), `reduce_scatter` (a whole one) or `broadcast` (a binomial tree).
+        root: Sending rank of a broadcast.
+    """
     model = CostModel(cluster, {})
     if op != BROADCAST:
         cost = model.messages(flat_messages(shape_of(cluster), RING), ring=True)
@@ -380,7 +397,12 @@ def _library_cost(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, floa
 
 
 def _messages(pairs: Sequence[tuple[int, int, float]], rounds: int) -> Messages:
-    """Makes messages of (source, target, bytes), of which `critical` follow one another."""
+    """Converts a list of messages to arrays, for the cost model.
+
+    Args:
+        pairs: (Sending rank, receiving rank, bytes for one byte of the tensor) of each message.
+        rounds: Number of messages in the longest chain of messages that wait for each other.
+    """
     sources, targets = (np.array([pair[place] for pair in pairs], dtype=np.intp) for place in range(2))
     nbytes = np.array([pair[2] for pair in pairs])
     return Messages(sources, targets, nbytes, lambda alphas: rounds * float(alphas.max(initial=0.0)))

@@ -160,7 +160,12 @@ class CostModel:
         return PhaseCost(alpha, self.slowest(egress, spread=False), egress)
 
     def _booked(self, phase: Phase, sent: Floats) -> Egress:
-        """Returns what leaves each unit, given what each rank sends for each byte of its regions."""
+        """Returns the bytes that leave each unit in a phase, for each byte of the bucket.
+
+        Args:
+            phase: The phase.
+            sent: Bytes that each rank sends for each byte that it owns when the phase begins, 1-D.
+        """
         everyone = np.arange(self.cluster.size)
         return self._shape.book(everyone, np.full_like(everyone, phase.level), sent * self.shares(phase.level))
 
@@ -264,13 +269,25 @@ def busiest(cluster: Cluster, costs: Iterable[tuple[PhaseCost, float]]) -> dict[
 
 
 def _fractions(parts: int, sizes: Sequence[int], count: int) -> list[float]:
-    """Returns the share of `parts` regions that each of `count` children owns; `sizes` are weights, empty if equal."""
+    """Returns the part of a unit's regions that each of its children owns; the parts add up to 1.
+
+    Args:
+        parts: Number of regions.
+        sizes: Weight of each region; empty if they are equal.
+        count: Number of children.
+    """
     shares = _owned(parts, count, sizes)
     return [(stop - start) / shares[-1] for start, stop in pairwise(shares)]
 
 
 def _owned(parts: int, count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the `count + 1` ascending bounds of what each of `count` children owns of `parts` regions."""
+    """Returns the bounds of what each child of a unit owns of its regions, `count + 1` ascending numbers from 0.
+
+    Args:
+        parts: Number of regions.
+        count: Number of children.
+        sizes: Weight of each region, in whose unit the bounds are; empty counts regions.
+    """
     shares = child_shares(parts, count)
     if not sizes:
         return shares

@@ -98,7 +98,7 @@ class NcclModel:
         cluster: Placement of the ranks; it has two levels and a `fabric`, which describes the GPUs' links.
 
     Attributes:
-        fabric: See there.
+        fabric: The GPUs' links and capabilities.
         size: Number of ranks.
         nodes: Number of nodes.
         widest: Ranks of the largest node.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradwire")
 
 BucketKey = tuple[int, torch.dtype, Layout | None]
-"""What a bucket's plan depends on: elements, dtype, and its layout of parameters if it may be compressed."""
+"""(Number of elements, dtype, layout of parameters or None if never compressed): buckets with one key have one plan."""
 
 LaneGroup = tuple[tuple[int, int], tuple[int, ...]]
 """A lane, and the global ranks that run collectives with each other in it, ascending."""
@@ -49,12 +49,13 @@ class PhasePart:
         layouts: Layout of each shard of a compressed phase; empty for an exact one.
         shares: Weights of the members' parts for each shard of a compressed phase; empty for equal parts.
         whole_chunk: Whether one transfer of the first step covers the chunk, so that it can apply a factor in its pass.
-        shards: Number of regions of the bucket in which this rank takes part.
-        logical_numel: Elements of those regions.
-        sent_numel: Elements that this rank sends; 0 for a compressed phase, whose payloads are counted when sent.
-        owners: Of a compressed phase, all ranks that have a shard in it, ascending; else empty.
-        rings: Of an exact all_reduce whose sums are made in the order of rings: the runs of elements, one beside the
-            other, that one ring each would sum.
+        shards: Number of regions of the chunk in which this rank takes part.
+        logical_numel: Number of elements of those regions.
+        sent_numel: Number of elements that this rank sends; 0 for a compressed phase, whose payloads are counted when
+            they are sent.
+        owners: All ranks that have a shard in a compressed phase, ascending; empty for an exact one.
+        rings: For an exact all_reduce that keeps the order of sums of gloo's rings, the adjacent ranges of elements
+            (first, one past the last) that a ring with equal parts would each sum; else empty.
     """
 
     phase: Phase
@@ -129,7 +130,7 @@ class RankPlans:
         cluster: Placement of the ranks, and rates of the links between them.
         rank: This rank.
         device_type: Device of the buckets: `cpu` or `cuda`.
-        config: Its `plan` and `chunks` restrict the choice.
+        config: Configuration; its options `plan` and `chunks` restrict the choice.
         compressor: Compressor of one phase of buckets that have a layout; None if all is exact.
 
     Attributes:
@@ -183,7 +184,12 @@ class RankPlans:
         return rank_plan
 
     def unlisted(self, numel: int, dtype: torch.dtype) -> RankPlan:
-        """Returns the exact plan of a message between ranks that is no gradient; reports do not list it."""
+        """Returns this rank's part in the exact plan of a message that is no gradient; reports do not list it.
+
+        Args:
+            numel: Number of elements of the message.
+            dtype: Dtype of the elements.
+        """
         if (numel, dtype) not in self._unlisted:
             self._unlisted[numel, dtype] = self.along(numel, self.chooser.plan(numel * dtype.itemsize, None))
         return self._unlisted[numel, dtype]

@@ -47,7 +47,14 @@ def equal_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
 
 
 def child_shares(parts: int, count: int) -> tuple[int, ...]:
-    """Returns which of `parts` regions each of `count` children owns, as `count + 1` ascending indices.
+    """Returns which regions each child of a unit owns: child k those from index `found[k]` up to `found[k + 1]`.
+
+    Args:
+        parts: Number of regions.
+        count: Number of children.
+
+    Returns:
+        `count + 1` ascending indices from 0 to `parts`.
 
     With fewer regions than children the first children own one each and the others none.
     """

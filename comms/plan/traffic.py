@@ -24,7 +24,7 @@ class Egress:
 
     Attributes:
         nbytes: For each level an array over the units below it: ranks at level 0, nodes at level 1, racks at level 2.
-        senders: In the same shape, ranks of the unit that send over that link.
+        senders: Number of ranks of each unit that send over that link, in arrays of the same shapes.
     """
 
     nbytes: tuple[Floats, ...]
@@ -163,7 +163,14 @@ def _around(members: Ints, transfer: Transfer) -> tuple[Ints, Ints, Floats]:
 
 
 def _exchanged(shape: Shape, members: Ints, owned: Floats, op: str) -> list[Floats]:
-    """Returns what leaves each unit if members send each slice to its owner, or get it from there (all_gather)."""
+    """Returns the elements that leave each unit, by level, in a reduce_scatter or an all_gather without a ring.
+
+    Args:
+        shape: Placement of all ranks.
+        members: Ranks that take part.
+        owned: Number of elements that each member owns.
+        op: `reduce_scatter` sends each slice directly to its owner, `all_gather` from it.
+    """
     leaving: list[Floats] = []
     for level, ids in enumerate(shape.unit_ids):
         units = int(ids.max()) + 1

@@ -1,1 +1,1 @@
-"""Running plans: all-reduces, the programs that issue their collectives, and the executors that run those."""
+"""Runs plans: all-reduces, the programs that issue their collectives, and the executors that run those."""

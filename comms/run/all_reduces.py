@@ -198,7 +198,8 @@ def finish(all_reduce: AllReduce, flat: Tensor, error: BaseException | None, now
     Args:
         all_reduce: The all-reduce that has ended.
         flat: The tensor of `pack`, which holds the averages.
-        error: What failed; None if nothing did. A bucket's future is completed with the first error of its parts.
+        error: Error of the all-reduce; None if it succeeded. A bucket's future is completed with the first error of
+            the all-reduces that carried a part of it.
         now: Time of the end; None if it is not timed.
     """
     if error is None and len(all_reduce.parts) > 1:
@@ -261,9 +262,9 @@ class EndedAllReduce:
     """An all-reduce that has succeeded, timed by the host's clock.
 
     Attributes:
-        plan: Its plan.
-        began: Time of its start in seconds.
-        ended: Time at which its last chunk ended.
+        plan: Plan that it followed.
+        began: Time of its start in seconds, by the host's clock.
+        ended: Time at which its last chunk ended, in seconds by the same clock.
     """
 
     plan: Plan

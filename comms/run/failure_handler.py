@@ -17,7 +17,7 @@ class FailureHandler:
 
     Args:
         groups: Transports to abort, so that no rank waits for this one.
-        reporter: Where ranks that survive a failure exchange what they saw.
+        reporter: Exchanges reports between ranks that survive a failure, to find the cause.
         rank: This rank.
         device_state: On CUDA, returns the number of all-reduces started and whether the device waits for other ranks.
 
@@ -51,7 +51,7 @@ class FailureHandler:
         Args:
             where: Name of the collective, for the message.
             members: Global ranks of the collective; `error.missing` holds indices into it.
-            error: What the collective raised.
+            error: Error that the collective raised.
             first: Called before anything else, if nothing has failed before.
 
         Returns:

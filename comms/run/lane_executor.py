@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # loaded where it is asked for
 
 
 GIVING_UP_SECONDS = 2.0
-"""Seconds for lanes to leave what they wait for, once it is given up: a wait for gloo looks once a second."""
+"""Longest wait in seconds for lanes to end after an abort; a lane that waits for gloo looks once a second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class LaneExecutor(Executor):
         rank: This rank.
         cluster: Placement of the ranks.
         compressor: Compressor of the phases that name one; None if all phases are exact.
-        reporter: Where ranks that survive a failure exchange what they saw.
+        reporter: Exchanges reports between ranks that survive a failure, to find the cause.
     """
 
     def __init__(

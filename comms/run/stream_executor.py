@@ -85,7 +85,7 @@ class StreamExecutor(Executor):
         rank: This rank.
         cluster: Placement of the ranks.
         compressor: Compressor of the phases that name one; None if all phases are exact.
-        reporter: Where ranks that survive a failure exchange what they saw.
+        reporter: Exchanges reports between ranks that survive a failure, to find the cause.
         streams: Side streams, in addition to the current stream that computes.
         clock: Clock of the device.
         deadline: Watches for collectives that exceed the time-out; None if nothing is watched.

@@ -1,1 +1,1 @@
-"""What is one training step, for all that goes on in it?"""
+"""Follows training steps: when one begins and ends, and which features take part in it."""

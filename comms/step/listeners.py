@@ -102,7 +102,7 @@ class Grouping(Protocol):
 
 
 class Issues(Protocol):
-    """A communicator, as far as listeners need it while a step runs."""
+    """The part of a communicator that listeners use while a step runs."""
 
     def sync_current_stream(self) -> None:
         """Makes the current CUDA stream wait for all collectives issued so far."""

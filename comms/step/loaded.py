@@ -1,4 +1,4 @@
-"""Check that all ranks resume from the same saved state.
+"""Checks that all ranks resume from the same saved state.
 
 A rank that loaded nothing, or an older state, would send messages of other sizes than its peers expect. gloo checks
 neither size nor kind of a message: it aborts the process if one is longer than expected, and waits until the timeout if
@@ -60,11 +60,11 @@ class LoadConsistencyCheck(StepListener):
         self._compared = compared
 
     def step_began(self, steps: int) -> None:
-        """Compare at the beginning of a step."""
+        """Compares the loaded states at the beginning of a step; see `compare`."""
         self.compare()
 
     def compare(self) -> None:
-        """Compare the states loaded since the last call: blocks until the other ranks answer.
+        """Compares the states that the ranks have loaded since the last call, and waits for their answers.
 
         In elastic training the comparison is skipped if a rank fails meanwhile: the next launch reports the failure.
 
@@ -84,7 +84,15 @@ class LoadConsistencyCheck(StepListener):
         self._compared = loaded
 
     def _differs(self, ranks: Communicator, loaded: Mapping[str, str]) -> bool:
-        """Return whether the ranks loaded different states; False if a rank failed, which the next launch reports."""
+        """Returns whether the ranks loaded different states, by one small all-reduce of their digests.
+
+        Args:
+            ranks: Communicator of the ranks.
+            loaded: Description of this rank's loaded state.
+
+        Returns:
+            Whether they differ; False also if a rank failed meanwhile, which the next launch reports.
+        """
         digest = hashlib.sha256(json.dumps(list(loaded.items())).encode()).digest()
         rows = Shared(ranks, [float(int.from_bytes(digest[:6], "big"))]).read()
         return rows is not None and any(row != rows[other] for row, other in zip(rows, self._like, strict=True))

@@ -54,7 +54,7 @@ class _Returned:
 
     Attributes:
         parameter: The parameter.
-        grad: Its `.grad`, which does not live longer by it.
+        grad: Weak reference to its `.grad`.
         version: `grad`'s version, before DDP copied the average into it.
         view: `grad` again, if it is a view of DDP's bucket, which lives as long as the bucket anyway.
     """
