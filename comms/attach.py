@@ -1,4 +1,4 @@
-"""One call for a model that is already wrapped, by whatever framework: finds its DDP and registers the hook."""
+"""Registers the hook with one call on a model that a framework has wrapped: finds the DDP model inside."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradwire")
 
 WRAPPED_AS = (COMPILED_INSIDE, "_forward_module")
-"""What torch.compile's module and Lightning Fabric's call the model inside."""
+"""Names of the attribute that holds the wrapped model, in torch.compile's module and in Lightning Fabric's."""
 
 
 def attach(
@@ -47,8 +47,8 @@ def attach(
         **options: Fields of `Config` by name; they win over the environment.
 
     Returns:
-        The state, bound to the model. Where GRADWIRE_HOOK has given the model a hook, and nothing else is asked for
-        here, that hook's.
+        The state, bound to the model. If GRADWIRE_HOOK has given the model a hook, and the call has no arguments but
+        the model, that hook's state.
 
     Raises:
         TypeError: There is no DDP model inside, or an option has an unknown name.
@@ -74,9 +74,12 @@ def attach(
 def find_ddp(model: nn.Module) -> DistributedDataParallel:
     """Returns the DDP model inside a framework's wrapper.
 
+    Args:
+        model: The wrapper, or the DDP model itself.
+
     Raises:
-        TypeError: There is none; the message says what to pass.
-        RuntimeError: There is none, because torch.distributed is not initialised.
+        TypeError: There is no DDP model inside; the message says what to pass.
+        RuntimeError: There is no DDP model inside, because torch.distributed is not initialised.
     """
     if not isinstance(model, nn.Module):
         hints = {"model_wrapped": "its `model_wrapped`", "strategy": "its `strategy.model`"}
@@ -89,7 +92,11 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel:
 
 
 def look_inside(model: nn.Module) -> nn.Module:
-    """What a framework or torch.compile has wrapped, down to a DDP model; the module itself if it is no wrapper."""
+    """Returns the module inside the wrappers of frameworks and torch.compile, but does not look into a DDP model.
+
+    Args:
+        model: The outermost wrapper; returned itself if it is none.
+    """
     inner = model
     while not isinstance(inner, DistributedDataParallel):
         children = dict(inner.named_children())
@@ -101,6 +108,7 @@ def look_inside(model: nn.Module) -> nn.Module:
 
 
 def _missing(model: nn.Module) -> TypeError | RuntimeError:
+    """Returns the error for a module that is no DDP model, with the reason and what to pass instead."""
     name = type(model).__name__
     if (why := why_no_ddp_hook(model)) is not None:
         return TypeError(f"`model` is {why}")
@@ -120,7 +128,12 @@ def _missing(model: nn.Module) -> TypeError | RuntimeError:
 
 
 def watch_scaler(state: HookState, scaler: LossScaler | None) -> None:
-    """Has residuals follow a framework's loss scale, where it scales the loss and there are residuals."""
+    """Makes residuals follow a framework's loss scale.
+
+    Args:
+        state: State of the hook; nothing is done if it has no compressor.
+        scaler: The framework's GradScaler; None if it does not scale the loss.
+    """
     if scaler is not None and state.config.compressor not in (None, "none"):
         state.watch(scaler)
 
@@ -129,9 +142,9 @@ def save_own(state: HookState, place: str, save: Callable[[Checkpoint, str], Non
     """Adds this rank's file to a framework's checkpoint, unless the state is empty; without communication.
 
     Args:
-        state: The hook's.
-        place: As for `rank_file`.
-        save: Writes a file.
+        state: State of the hook.
+        place: Prefix of the file's path; see `rank_file`.
+        save: Writes (state dict, path).
     """
     if saved := state.state_dict():
         save(saved, rank_file(place, dist.get_rank()))
@@ -141,13 +154,14 @@ def load_own(state: HookState, place: str, load: Callable[[str], dict[str, objec
     """Restores what `save_own` has written; all ranks of the default group call it.
 
     Args:
-        state: The hook's.
-        place: As for `rank_file`.
-        load: As for `find_own`.
+        state: State of the hook; restored in place. If no rank has a file, it starts anew, with a warning if it has a
+            compressor.
+        place: Prefix of the files' paths; see `rank_file`.
+        load: Reads the file at a path; raises FileNotFoundError if there is none.
 
     Raises:
         FileNotFoundError: Other ranks have files, this one has none.
-        ValueError: The file does not fit.
+        ValueError: A rank's file cannot be read, or does not fit the state.
     """
     saved = find_own(place, load)
     if saved is not None:
@@ -160,14 +174,14 @@ def require(package: str, oldest: tuple[int, int], newest: tuple[int, int], inst
     """Refuses a framework that is missing or older than what its adapter is tested with; warns of a newer one.
 
     Args:
-        package: As its package index calls it.
-        oldest: Major and minor number of the oldest version tested.
-        newest: Of the newest.
-        instead: The line that does without the adapter.
+        package: Name of the framework's package in the package index.
+        oldest: (major, minor) of the oldest version that is tested.
+        newest: (major, minor) of the newest version that is tested.
+        instead: Line of code that does the same without the adapter, for messages.
 
     Raises:
-        ModuleNotFoundError: It is not installed.
-        ImportError: It is older.
+        ModuleNotFoundError: The package is not installed.
+        ImportError: The package is older than `oldest`.
     """
     command = f"pip install '{package}>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}'"
     try:

@@ -1,11 +1,18 @@
-"""What a collective raises when the group, and not this rank's call, is at fault."""
+"""Errors of collectives and of the start-up: which of the group, a peer or the caller is at fault."""
 
 
 class PeerError(RuntimeError):
-    """A peer died, stayed away past the time-out, or gave the group up. The group cannot be used any more."""
+    """Raised if a peer exited, did not come within the timeout, or aborted. The group cannot be used any more.
+
+    Args:
+        message: Text of the error.
+        missing: Ranks of the group that did not come; empty after an abort.
+
+    Attributes:
+        missing: As in Args.
+    """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
-        """Takes the message and the ranks, within the group, that did not come (empty after an abort)."""
         super().__init__(message)
         self.missing = missing
 
@@ -15,24 +22,24 @@ class PeerError(RuntimeError):
 
 
 class PeerSystemError(OSError):
-    """The system has refused a peer something, and that peer has told this rank: memory, or an open file."""
+    """Raised on this rank if a peer has reported that its system refused it memory, an open file or the like."""
 
 
 class DidNotJoinError(RuntimeError):
-    """A rank did not come to the start-up within the time-out."""
+    """Raised if a rank did not come to the start-up within the timeout."""
 
 
 class OverdueError(PeerError):
-    """Nobody is known to be lost, but there has been no progress for too long."""
+    """Raised if there has been no progress for too long, though no rank is known to have failed."""
 
 
 class MismatchError(ValueError):
-    """The ranks of a group called different collectives, or the same one with other arguments."""
+    """Raised if the ranks of a group called different collectives, or the same one with other arguments."""
 
 
 class ArgumentError(RuntimeError):
-    """An argument of a collective is not taken. Nothing was issued, and the group can be used as before."""
+    """Raised if an argument of a collective is refused. Nothing was issued, and the group can be used as before."""
 
 
 class UnfinishedError(RuntimeError):
-    """A collective is not done within the time that its caller gave it; it goes on, and can be waited for again."""
+    """Raised if a collective is not done within its caller's timeout; it goes on, and can be waited for again."""

@@ -1,4 +1,4 @@
-"""The loss scale of the gradients. Residuals carry the scale of the step that they come from."""
+"""Tracks the loss scale of the gradients, and rescales residuals, which carry the scale of the step they come from."""
 
 import math
 from collections.abc import Callable
@@ -10,20 +10,20 @@ from gradwire.comms.bootstrap.compat import device_scale_of
 
 
 class LossScaler(Protocol):
-    """What gradwire needs of torch.amp.GradScaler."""
+    """Declares the part of torch.amp.GradScaler that gradwire uses."""
 
     def get_scale(self) -> float:
-        """The factor on the loss of the step that begins."""
+        """Returns the factor on the loss of the step that begins."""
 
 
 class LossScale:
-    """Loss scale of the next gradients; rescales the residuals when it changes.
+    """Keeps the loss scale of the next gradients, and rescales the residuals when it changes.
 
     Args:
-        rescale: Multiplies the residuals by a factor.
+        rescale: Multiplies the residuals by a factor, a float or a tensor of one element.
 
     Attributes:
-        value: The factor; 0.0 where none is known.
+        value: Loss scale, a float or a tensor on the device of the GradScaler; 0.0 if none is known.
     """
 
     def __init__(self, rescale: Callable[[float | Tensor], None]) -> None:
@@ -32,16 +32,23 @@ class LossScale:
         self._scaler: LossScaler | None = None
 
     def watch(self, scaler: LossScaler) -> None:
-        """Follows `scaler` from now on."""
+        """Makes `follow` take the scale of a scaler from now on.
+
+        Args:
+            scaler: The GradScaler that scales the loss.
+        """
         self._scaler = scaler
 
     @property
     def follows_scaler(self) -> bool:
-        """Whether `follow` has anything to do."""
+        """Whether a scaler is watched."""
         return self._scaler is not None
 
     def follow(self) -> None:
-        """Runs before the first gradient of a step. The host waits for no device: its scale stays there."""
+        """Takes the scale of the watched scaler, if there is one; called before the first gradient of a step.
+
+        A scale on a device stays there, so that the host does not wait.
+        """
         if self._scaler is None:
             return
         scale = device_scale_of(self._scaler)
@@ -53,11 +60,14 @@ class LossScale:
         self.value = scale.clone()  # the scaler changes it in place
 
     def set(self, scale: float) -> None:
-        """Set the loss scale, and rescale the residuals if it changes.
+        """Sets the loss scale, and rescales the residuals if it changes.
+
+        Args:
+            scale: Factor on the loss of the next step, positive and finite.
 
         Raises:
-            ValueError: `scale` is not a positive number.
-            TypeError: It is no number.
+            ValueError: `scale` is not positive, or not finite.
+            TypeError: `scale` is no number.
         """
         try:
             fits = 0 < scale < math.inf
@@ -72,10 +82,13 @@ class LossScale:
 
 
 def refuse_odd_scale(scale: float) -> None:
-    """Refuses a saved loss scale that is not a positive number.
+    """Refuses a saved loss scale that is negative, infinite or NaN.
+
+    Args:
+        scale: Loss scale in a saved state; 0 stands for none.
 
     Raises:
-        ValueError: It is neither positive nor 0, which stands for none.
+        ValueError: It is refused.
     """
     if not 0 <= scale < math.inf:
         raise ValueError(f"`state` has a loss scale of {scale}; wanted a positive number, or 0 where there is none")

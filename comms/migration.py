@@ -1,4 +1,4 @@
-"""Move compressor state to the new owners of its elements when shard boundaries change.
+"""Moves compressor state to the new owners of its elements when shard boundaries change.
 
 Residuals belong to gradient elements of a node. Bucket rebuild, another fusion or another layout after a resume give
 elements to other ranks of the same node; a sum over the node, in which each rank contributes its state and zero
@@ -25,21 +25,21 @@ def migrate(
 ) -> None:
     """Moves the state of a bucket's elements to the ranks of this node that own them now.
 
-    Where everything lies with its owner already (an interrupted run that goes on as it was), nothing is touched, so
-    that training goes on bit for bit.
+    If all state is with its owners already (an interrupted run that goes on as it was), nothing is touched, so that
+    training goes on bit for bit. All ranks of the node call it.
 
     Args:
-        compressor: Whose state.
-        layout: Which parameter lies where in the bucket.
-        shards: The runs of the bucket that this rank owns in the compressed phase.
-        node: The ranks of this node; None where this rank is alone.
-        device: Where the bucket is.
-        ask: Whether the ranks of the node ask each other first, on the host, if anything lies elsewhere; else all of
-            it is exchanged.
+        compressor: Compressor whose state is moved, in place.
+        layout: Layout of the bucket.
+        shards: (start, stop) of each run of the bucket that this rank owns in the compressed phase.
+        node: Transport among the ranks of this node; None if this rank is alone.
+        device: Device of the bucket.
+        ask: True if the ranks of the node first find out together, on the host, whether any state must move; False
+            exchanges all of it.
     """
     own = [layout.cut(start, stop) for start, stop in shards]
     misplaced = (not ask and node is not None) or not is_settled(compressor.state_runs(), layout, own)
-    if node is not None and ask:  # one word for all ranks of the node: what follows is collective
+    if node is not None and ask:  # all ranks of the node must decide alike: what follows is collective
         word = torch.tensor([int(misplaced)], dtype=torch.int32, device=device)
         node.all_reduce(word).wait()
         misplaced = bool(word.item())
@@ -53,12 +53,13 @@ def migrate(
 
 
 def is_settled(runs: Iterable[StateRun], layout: Layout, own: Sequence[Layout]) -> bool:
-    """Return whether all state of the elements of `layout` lies in one of the layouts `own`.
+    """Returns whether all state that this rank has for a bucket belongs to elements that it owns.
 
     Args:
-        runs: As `Compressor.state_runs` yields them; runs of parameters that are not in `layout` do not count.
-        layout: A bucket's.
-        own: Of this rank's shards.
+        runs: Elements for which this rank has state, as `Compressor.state_runs` yields them; parameters that are not in
+            `layout` do not count.
+        layout: Layout of the bucket.
+        own: Layouts of the parts of the bucket that this rank owns; each run must lie in a single slice of one.
     """
     bucket = {item.name: item for item in layout.slices}
     owned: dict[str, list[tuple[int, int]]] = {}
@@ -74,10 +75,12 @@ def is_settled(runs: Iterable[StateRun], layout: Layout, own: Sequence[Layout]) 
 
 
 def shared(held: Tensor, sum_of_ranks: Callable[[Tensor], object]) -> Tensor:
-    """Combines what the ranks hold of elements, each equal wherever it is held, into a new tensor, equal on all ranks.
+    """Combines the elements that different ranks hold into a new tensor, equal on all ranks; every rank calls it.
+
+    An element that several ranks hold must be equal on these: it is their mean.
 
     Args:
-        held: 1-D float32, this rank's, zero where it holds nothing.
+        held: 1-D float32 tensor with the elements of this rank, and zeros for those that it does not hold.
         sum_of_ranks: Sums a 1-D tensor over all ranks, in place, and waits for it.
     """
     both = torch.stack([held, (held != 0.0).to(held.dtype)])
@@ -92,15 +95,17 @@ class StateLayouts:
     this process itself has trained is exchanged without a question, and in the first step there is nothing.
 
     Args:
-        dtypes: See `Planned.dtypes`.
-        loaded: The state comes from elsewhere.
-        alike: What payloads are decoded with lies in it as ranks sit now.
+        dtypes: Dtypes of buckets that have state; see `Planned.dtypes`.
+        loaded: True if the state was loaded or comes from other ranks, so that its layouts are not known here.
+        alike: True if the state was saved with the placement that ranks have now, so that each node has all the state
+            that payloads are decoded with.
 
     Attributes:
-        dtypes: See above.
-        alike: See above.
-        settled: Layouts in which nothing is to be moved.
-        asks: Whether the ranks ask each other before they move what `has_moved` has just said moves.
+        dtypes: As in Args.
+        alike: As in Args.
+        settled: Layouts whose state is with its owners.
+        asks: After `has_moved` has returned True: whether the ranks of the node shall ask each other before they move
+            the state; see `ask` of `migrate`.
     """
 
     def __init__(self, dtypes: Collection[torch.dtype] | None, *, loaded: bool = False, alike: bool = True) -> None:
@@ -112,10 +117,10 @@ class StateLayouts:
         self.settled: set[Layout] = set()
 
     def has_moved(self, layout: Layout) -> bool:
-        """Returns whether state must be moved before a bucket is compressed, and records its layout.
+        """Returns whether state must be moved before a bucket is compressed; records the layout, and sets `asks`.
 
         Args:
-            layout: Of the bucket.
+            layout: Layout of the bucket.
         """
         if layout in self.settled:
             return False

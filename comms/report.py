@@ -1,4 +1,4 @@
-"""What travelled: calls, bytes and seconds of every phase on every level, and the plan with its reason."""
+"""Reports what was sent: calls, bytes and seconds of every phase on every level, and the plan with its reason."""
 
 import re
 import shutil
@@ -12,25 +12,28 @@ from gradwire.topology.cluster import LEVEL_NAMES
 from gradwire.topology.wording import duration
 
 COMPUTES_LATE, SLOW_LINK = "computes late", "slow link"
-"""Why a step waits: gradients of a rank come late, or come in time and travel slowly."""
+"""Causes of a wait: the gradients of a rank arrive late, or they arrive in time and travel slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank or a link that the other ranks wait for.
+    """Describes a rank or a link that the other ranks wait for.
 
     Attributes:
         cause: `computes late` or `slow link`.
-        ranks: Which: one rank, all late ones of a node, or those whose link is slow.
-        node: Hostname of the slowest, with all hosts where `ranks` are on several.
-        seconds: How much later its gradients come than those of the median rank; of a link, how much longer a step's
-            transfers take than they did, or than on the other ranks' links.
-        step_seconds: How long a step takes.
-        since_step: The first step that was seen to be so.
-        bucket: Where the delay begins: the bucket whose arrival is late by most more than the one before it.
-        parameters: What that bucket holds; the delay lies between the gradients before it and the last of these.
-        phase: Of a slow link: `all_reduce inter_node`.
-        once: Whether it is about that one step.
+        ranks: Ranks that are waited for: a single one, all late ones of a node, or those whose link is slow.
+        node: Hostname of the slowest of them, or all their hostnames if they are on several nodes.
+        seconds: Delay in seconds of each step. For a late rank, how much later its gradients arrive than those of the
+            median rank; for a slow link, how much longer a step's transfers take than before, or than on the links of
+            the other ranks.
+        step_seconds: Seconds that a step takes.
+        since_step: First step in which the delay was seen.
+        bucket: Index of the bucket at which the delay begins: it is later than the bucket before it by more than any
+            other. None for a slow link, or if it is not known.
+        parameters: Names of the parameters in that bucket; the delay arises between the gradients before it and the
+            last of these.
+        phase: Phase on a slow link that takes too long, as `all_reduce inter_node`; None for a late rank.
+        once: True if the delay was seen in the step `since_step` only.
     """
 
     cause: str
@@ -62,10 +65,10 @@ class Straggler:
 
 
 def wrapped(text: str) -> str:
-    """Text that is wrapped to the width of the terminal when printed; in a file or a pipe lines stay whole.
+    """Wraps a text to the width of the terminal; if the output is a file or a pipe, returns it as it is.
 
     Args:
-        text: Of several lines; what continues one is indented.
+        text: Text of one or several lines; those that begin with a space are not wrapped.
     """
     if sys.stdout is None or not sys.stdout.isatty():
         return text
@@ -79,10 +82,10 @@ def wrapped(text: str) -> str:
 
 
 def said_once(paragraphs: Sequence[str]) -> list[str]:
-    """Returns paragraphs without sentences that an earlier paragraph has.
+    """Returns paragraphs without the sentences that an earlier paragraph has.
 
     Args:
-        paragraphs: Each begins with what is its own.
+        paragraphs: Paragraphs, each of which keeps its first sentence in any case.
     """
     seen: set[str] = set()
     found = []
@@ -94,10 +97,16 @@ def said_once(paragraphs: Sequence[str]) -> list[str]:
 
 
 _SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z(])")
+"""Matches the space between two sentences."""
 
 
 def bucket_words(index: int, parameters: tuple[str, ...]) -> str:
-    """A bucket as messages name it: by its place, and by up to two of its parameters."""
+    """Returns the words by which messages name a bucket: its index, and up to two of its parameters.
+
+    Args:
+        index: Index of the bucket in the step.
+        parameters: Names of its parameters; empty if they are not known.
+    """
     named = ", ".join(f"`{name}`" for name in parameters[:2])
     more = f" and {len(parameters) - 2} more" if len(parameters) > 2 else ""
     return f"bucket {index}" + (f" ({named}{more})" if named else "")
@@ -105,26 +114,26 @@ def bucket_words(index: int, parameters: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of `HookState.report()`; `print` it, or read its fields.
+    """Result of `HookState.report()`: what one rank has sent, and by which plans; `print` it, or read its fields.
 
     Attributes:
-        cluster: Nodes and ranks in one line.
-        plans: Each plan in use, described with its reason.
-        rows: One for each phase and level.
-        buckets: All-reduces run.
-        steps: Backward passes seen; 0 where there is no hook.
-        links: The rates that the plans are predicted with; the NIC that each local rank should drive, where it is
-            known, and what speaks against it.
-        stragglers: What the other ranks wait for, as the last exchange of arrival times found it; the same on all
-            ranks. Also the last single long wait.
-        stall: What the last stall warning said, on the rank that gave it and those that waited; None before one.
-        stalls: How many there were.
-        rank: Whose report this is, in its group.
-        summary: The plans and the reason in two lines, without what differs from bucket to bucket.
-        one_node: Whether all ranks are on one node, so that no plan sends anything between nodes.
-        alone: Whether there is one rank.
+        cluster: Description of nodes and ranks in one line.
+        plans: Description of each plan in use, with the reason for it.
+        rows: Calls, bytes and seconds of each phase on each level.
+        buckets: Number of all-reduces so far.
+        steps: Number of backward passes so far; 0 if there is no hook.
+        links: Lines about the links: first the rates that plans are predicted with, then the NIC that each local rank
+            should use, if it is known, and what may prevent that.
+        stragglers: Ranks and links that the other ranks wait for, as found by the last exchange of arrival times (the
+            same on all ranks), and the last single long wait.
+        stall: Text of the last stall warning, on the rank that logged it and those that waited; None if there was none.
+        stalls: Number of stall warnings so far.
+        rank: Rank in its group that the report is of.
+        summary: Plans in use and the reason for them in two lines, without what differs from bucket to bucket.
+        one_node: True if all ranks are on one node, so that no plan sends anything between nodes.
+        alone: True if there is only one rank.
         ranks: Number of ranks in the group.
-        node_ranks: Number of them on this rank's node.
+        node_ranks: Number of ranks on this rank's node.
     """
 
     cluster: str
@@ -144,7 +153,7 @@ class Report:
     node_ranks: int = 1
 
     def to_dict(self) -> dict[str, object]:
-        """All of it as dicts, lists, numbers, strings and None, as JSON holds them; keys are the attributes' names."""
+        """Returns all attributes by name as values that JSON can hold: dicts, lists, numbers, strings and None."""
         found: dict[str, object] = _plain(asdict(self))  # type: ignore[assignment]
         return found
 
@@ -185,12 +194,13 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def full(self) -> str:
-        """All of it: every plan in words, the links, and calls, bytes and seconds of each phase, in 80 columns."""
+        """Returns the whole report in 80 columns: plans, links, findings, and a table of all phases."""
         head = [self._head(), *self.links, *said_once(self.plans), *self._findings()]
         table = self._table() if self.rows or not self.alone else [ALONE]
         return "\n".join([*(in_columns(line) for text in head for line in text.splitlines()), *table])
 
     def _table(self) -> list[str]:
+        """Returns the lines of the table of phases."""
         columns = f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>6} {'logical MB':>10}"
         return [
             f"{columns} {'sent MB':>10} {'seconds':>9}",
@@ -202,30 +212,35 @@ class Report:
         ]
 
     def __str__(self) -> str:
-        """Five lines, and one for each finding: what is chosen, who is waited for, what hung. `full()` has the rest."""
+        """Returns the report in about five lines, and one for each straggler and stall; `full()` has the rest."""
         lines = [self._head(), *self._links(), *self.summary, self._sent()]
         return "\n".join([*map(_in_one_line, lines), *self._found()])
 
     def beside_others(self) -> str:
-        """Links and plan, a line each, and what was found: where others count steps and bytes."""
+        """Returns links, plan, stragglers and stall, without steps and bytes, which the caller counts itself."""
         return "\n".join([*map(_in_one_line, [*self._links(), *self.summary[:1]]), *self._found()])
 
     def _links(self) -> list[str]:
+        """Returns the line with the link rates, without its remarks if it is too long; empty if there is none."""
         return [each if len(each) <= COLUMNS else each.partition("; ")[0] for each in self.links[:1]]
 
     def _found(self) -> list[str]:
+        """Returns `_findings`, wrapped."""
         return [in_columns(line) for text in self._findings() for line in text.splitlines()]
 
     def _head(self) -> str:
+        """Returns the first line: ranks, all-reduces and steps."""
         return f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps"
 
     def _findings(self) -> list[str]:
+        """Returns a text for each straggler, and one for the last stall."""
         return [
             *(f"waited for: {each}" for each in self.stragglers),
             *([f"last stall: {self.stall}"] if self.stall else []),
         ]
 
     def _sent(self) -> str:
+        """Returns the line with the bytes that this rank sends in a step to other nodes; with one node, inside it."""
         if self.alone and not self.rows:
             return ALONE
         outside = [row for row in self.rows if not self.one_node and not row.level.startswith(INSIDE)]
@@ -242,13 +257,15 @@ class Report:
 
 
 COLUMNS = 80
-"""The columns of a terminal; what is printed keeps to them."""
+"""Width of the printed report in characters."""
 ALONE = "one rank exchanges nothing: torchrun --nproc-per-node N starts N of them"
+"""Text in place of the bytes sent, if there is only one rank."""
 INSIDE = LEVEL_NAMES[0]
+"""Name of the level inside the nodes."""
 
 
 def _in_one_line(text: str) -> str:
-    """As many whole sentences as a line holds, or the words of the first one that it holds."""
+    """Cuts a text to one line: after as many whole sentences as fit, or within the first one after a word."""
     if len(text) > COLUMNS and 0 < (end := text.rfind(". ", 0, COLUMNS)):
         return text[: end + 1]
     return textwrap.shorten(text, COLUMNS, placeholder=" ...")
@@ -258,18 +275,19 @@ def in_columns(line: str) -> str:
     """Wraps a line of text at `COLUMNS`, and indents all lines but the first.
 
     Args:
-        line: Indented or not.
+        line: Line without line breaks; its own indent is kept.
     """
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(line, COLUMNS, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _label(text: str) -> str:
-    """A label's value with what the format wants escaped."""
+    """Returns the value of a Prometheus label, escaped."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _plain(value: object) -> object:
+    """Returns a value with tuples as lists and keys as strings, as JSON has them."""
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

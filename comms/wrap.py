@@ -1,4 +1,4 @@
-"""DDP with small buckets, so that what travels together is gradwire's to decide, step by step."""
+"""Wraps a module in DDP with small buckets, so that gradwire decides which of them travel together, step by step."""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -7,10 +7,11 @@ from gradwire.comms.config import AUTO_FUSION, BUCKET, Config
 from gradwire.comms.hook import HookState, comm_hook
 
 BASE_BUCKET_MB = 2.0
-"""Small against any useful transfer, large against the cost of a hook call (some 20 microseconds each)."""
+"""Size of DDP's buckets in MiB: small against any useful transfer, but each pays for the cost of its hook call (some 20
+microseconds)."""
 
 FUSION_MB = 25.0
-"""DDP's own default for what travels together."""
+"""MiB of buckets that travel together by default: the size of DDP's own buckets."""
 
 
 def wrap(
@@ -24,11 +25,11 @@ def wrap(
     """Wraps a module in DDP with small buckets and registers gradwire's hook, which joins them into transfers.
 
     Args:
-        module: On its device.
-        base_bucket_mb: DDP's `bucket_cap_mb`: the grain of fusion.
-        config: As for `HookState`.
-        ddp_options: Keyword arguments of DistributedDataParallel, `bucket_cap_mb` aside.
-        **options: Fields of `Config`; `fusion` is 25 unless given.
+        module: The module to train, on the device that it is trained on.
+        base_bucket_mb: Size of DDP's buckets in MiB (its `bucket_cap_mb`); transfers are made of whole buckets.
+        config: Configuration of the hook; None makes it from `options` and the environment.
+        ddp_options: Other keyword arguments of DistributedDataParallel, without `bucket_cap_mb`.
+        **options: Fields of `Config` by name; `fusion` is 25 MiB unless it is given here or in the environment.
 
     Returns:
         The DDP model, and the state of its hook.
