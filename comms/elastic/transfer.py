@@ -255,7 +255,14 @@ class StateTransfer:
         return Handed(sent.shared, unpack(marked, found.__getitem__), None)
 
     def _pack(self, own: Callable[[], Mapping[str, object]]) -> tuple[_Packed | None, str | None]:
-        """Packs rank 0's state; returns (state, None), or (None, reason) if that fails in any way."""
+        """Packs rank 0's state for the broadcast.
+
+        Args:
+            own: Returns the state.
+
+        Returns:
+            (Packed state, None); or (None, reason in words) if it could not be made, because of any error.
+        """
         try:
             return _Packed(own()), None
         except Exception as error:  # noqa: BLE001 - told to those that wanted it

@@ -184,7 +184,7 @@ class FragmentAveraging:
         self._memory, self._leaving = _Memory(), _Leaving()
 
     def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
-        """Continues among the surviving ranks.
+        """Continues among the ranks that survive a rank failure, and renumbers the compressor's state for them.
 
         Args:
             communicator: Communicator of the surviving ranks.
@@ -389,7 +389,10 @@ class FragmentAveraging:
             self.communicator.state_loaded(alike=self.compression.alike)
 
     def try_on(self, held: StateDict) -> None:
-        """Checks that the compressor can load a state, without changing its own.
+        """Checks that the compressor can load a state; afterwards it has its own again.
+
+        Args:
+            held: Result of `held`; empty without a compressor.
 
         Raises:
             ValueError: It cannot load the state.

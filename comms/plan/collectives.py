@@ -323,7 +323,12 @@ def _from_root(cluster: Cluster, root: int) -> Sequence[tuple[int, ...]]:
 
 
 def _holders(ranks: Sequence[int], parts: int) -> list[int]:
-    """Returns the rank of a node that sends and receives each part of a broadcast between nodes."""
+    """Returns the rank of a node that sends and receives each part of a broadcast between nodes.
+
+    Args:
+        ranks: Ranks of the node.
+        parts: Number of parts.
+    """
     shares = child_shares(parts, len(ranks))
     return [ranks[bisect_right(shares, part) - 1] for part in range(parts)]
 

@@ -162,7 +162,7 @@ def plan_all_reduce(
 
 
 def _may_be_cut(price: CodecPrice) -> bool:
-    """Returns whether more chunks cost a compressor next to nothing; see `LEAST_CUT_RATIO`."""
+    """Returns whether more chunks cost a compressor of this price next to nothing; see `LEAST_CUT_RATIO`."""
     return price.ratio >= LEAST_CUT_RATIO and price.rounds <= EXCHANGE_ROUNDS
 
 
@@ -242,12 +242,30 @@ def candidate_plans(
 
 
 def _phases_for(cluster: Cluster, name: str, price: CodecPrice) -> tuple[Phase, ...]:
-    """Returns the phases of a plan with a compressor of that cost, or without one."""
+    """Returns the phases of a plan.
+
+    Args:
+        cluster: Placement of the ranks, and link rates.
+        name: Name of the plan.
+        price: Cost of the compressor; `EXACT` for none.
+    """
     return make_phases(cluster, name, None if price.name == EXACT.name else price.name, owned=price.owned > 0)
 
 
 def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecPrice) -> Iterator[Plan]:
-    """Yields the plans of `candidate_plans`, with unequal owners of payloads if `price.owned` is above 0."""
+    """Yields the plans of one name with their predictions, one for each number of chunks; see `candidate_plans`.
+
+    Args:
+        cluster: Placement of the ranks, and link rates.
+        nbytes: Size of the bucket.
+        name: Name of the plan.
+        chunks: Number of chunks; 0 tries several.
+        price: Cost of the compressor; owners of payloads have unequal parts if `owned` is above 0.
+
+    Raises:
+        ValueError: The plan does not exist on this cluster.
+    """
+    # Make the phases, and on GPUs find the algorithm that NCCL would take for a flat plan.
     exact = price.name == EXACT.name
     phases = _phases_for(cluster, name, price)
     model = None
@@ -261,6 +279,7 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
     if model is not None and name == "flat" and exact and phases:
         algorithm, _ = model.best_flat(nbytes / (chunks or 1))
         phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
+    # Price each phase for one byte of the bucket, and the bytes that leave each level.
     costs, shares = _costs(cluster, name, algorithm, 0.0 if exact else price.owned)
     costs = tuple(
         compressed_cost(cluster, phase, cost, price) if phase.compressor else cost
@@ -274,6 +293,7 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
             for phase, cost in zip(phases, costs, strict=True)
         ],
     )
+    # Decide which numbers of chunks to try.
     outermost = phases[len(phases) // 2].level if phases else 0  # down, across, up again
     gap = cluster.levels[outermost].link.gap_seconds
     counts: tuple[int, ...] = CHUNK_COUNTS
@@ -284,6 +304,7 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
         counts = OWNERS_CHUNK_COUNTS
         slowest = min(cluster.levels[outermost].unit_rates)
         least_nbytes = min(least_nbytes, max(slowest * OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES))
+    # Predict each number of chunks: one chunk alone, and for each further one the time of the busiest resource.
     priced = list(zip(phases, costs, strict=True))
     takes = [
         cost.seconds if model is None else nccl_seconds(model, cluster, phase, cost, price) for phase, cost in priced
@@ -427,7 +448,7 @@ def _costs(
 def _known_costs(
     cluster: Cluster, name: str, algorithm: str, owned: bool
 ) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
-    """Returns `_costs` for payloads of which all bytes go to owners, or none; computed once for each cluster."""
+    """Returns `_costs` for payloads of which all bytes go to owners (`owned`), or none; computed once per cluster."""
     phases = make_phases(cluster, name, COMPRESSED if owned else None)
     if name == "flat":
         phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
@@ -437,7 +458,7 @@ def _known_costs(
 
 
 def with_reason(plan: Plan, why: str) -> Plan:
-    """Returns the plan with another reason."""
+    """Returns a copy of the plan with another reason, a sentence for reports."""
     return replace(plan, why=why)
 
 

@@ -33,7 +33,7 @@ class _Region:
 
 
 def even_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
-    """Cuts a region into nearly equal parts at cache lines; see `Partition`."""
+    """Cuts the elements from `start` to `stop` into nearly equal parts at cache lines; see `Partition`."""
     return tuple(start + offset for offset in even_bounds(stop - start, parts, ALIGN_NUMEL))
 
 

@@ -114,9 +114,17 @@ class Executor(ABC):
 
     @abstractmethod
     def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
-        """Starts a coroutine that completes its own all-reduce; see `start_steps`."""
+        """Starts a coroutine that completes its own all-reduce; see `start_steps`.
+
+        Args:
+            run: Stands for the operation among the all-reduces in flight.
+            name: Name of the operation, for errors.
+            steps: The coroutine, which also completes the bucket's future.
+            lanes: Lanes that it visits, in order.
+        """
 
     def _completing(self, run: RunningAllReduce, steps: Generator[Hop, None, Tensor]) -> Iterator[Hop]:
+        """Runs a coroutine, and completes the bucket's future with its result: a coroutine around it."""
         self._raise_failure()
         (bucket,) = run.all_reduce.buckets
         bucket.flat = yield from steps

@@ -324,6 +324,7 @@ def _issue_one(transport: Transport, collective: Collective) -> Work:
 def _contribution(shard: Tensor, scale: float) -> Tensor:
     """Returns scale * shard in float32: the shard itself, or a copy that leaves the gradient intact until the end.
 
+    On a CPU a float32 shard is scaled in place.
     A copy is made if the compressor may fail for lack of memory later: the gradient must be unchanged then.
     """
     if shard.dtype != torch.float32:
@@ -334,7 +335,13 @@ def _contribution(shard: Tensor, scale: float) -> Tensor:
 
 
 def _flushed(compressor: Compressor, shard: Tensor, layout: Layout) -> Iterator[Request]:
-    """Yields an exact all-reduce, after adding the compressor's residuals to the shard."""
+    """Yields an exact all-reduce of a shard, after adding the compressor's residuals to it in place.
+
+    Args:
+        compressor: Compressor that holds the residuals.
+        shard: Contribution of this rank, float32.
+        layout: Place of each parameter in the shard.
+    """
     compressor.flush(shard, layout)
     yield Collective(ALL_REDUCE, (shard,))
 

@@ -147,7 +147,7 @@ def sum_sparse(
 
 
 def _rows(sparse: Tensor, scale: float) -> Rows:
-    """Returns the rows of a sparse tensor, each once."""
+    """Returns the rows of a sparse tensor, each once and multiplied by `scale`, in ascending order of their keys."""
     coalesced, sparse_dim = sparse.coalesce(), sparse.sparse_dim()
     keys = coalesced.indices()[0].clone()
     for size, index in zip(sparse.shape[1:sparse_dim], coalesced.indices()[1:], strict=True):
@@ -286,7 +286,13 @@ def _gathered(own: Rows, transport: Transport, counts: Sequence[int]) -> tuple[l
 
 
 def _to_all(own: Rows, transport: Transport, book: Book) -> Rows:
-    """Gathers the sums of the node's owners on all ranks of the node; ranks that own no rows contribute nothing."""
+    """Gathers the sums of the node's owners on all ranks of the node, and returns them in ascending order of keys.
+
+    Args:
+        own: Sums of the rows that this rank owns; none on a rank that is no owner.
+        transport: Transport of the node's ranks.
+        book: Counts what is sent.
+    """
     found, work = _counts(transport, [own.keys.numel()], own.keys)
     work.wait()
     parts, works = _gathered(own, transport, found.view(-1).tolist())

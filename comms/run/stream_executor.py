@@ -190,10 +190,19 @@ class StreamExecutor(Executor):
             self._give_up_now(error)
 
     def _issue_alone(self, all_reduce: AllReduce, rank_plan: RankPlan, scale: float) -> bool:
-        """Issues a flat all-reduce of one whole bucket as torch's own hook does; returns False for any other bucket.
+        """Issues a flat all-reduce of one whole bucket as torch's own hook does, if that is possible.
 
         Such a bucket is as fast as under plain DDP, so it must cost no more: it uses no stream, event or future but
         those of the collective.
+
+        Args:
+            all_reduce: The all-reduce; its bucket gets the future of the collective.
+            rank_plan: This rank's part in a plan that is one all-reduce over all ranks.
+            scale: Factor on this rank's contribution.
+
+        Returns:
+            Whether it was issued. Not so if it carries several buckets, a piece of one, or one whose future is already
+            in use.
         """
         (bucket, *others), (chunk,) = all_reduce.buckets, rank_plan.chunks
         if others or bucket.future is not None or all_reduce.parts[0] is not bucket.flat:

@@ -78,7 +78,7 @@ class PassesPerStep(StepListener):
             )
 
     def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
-        """Records the model's parameters, by which its optimizer is found."""
+        """Records a bucket's parameters, by which the model's optimizer is recognized; see `StepListener`."""
         if id(layout) not in self._layouts:
             self._layouts.add(id(layout))
             self._parameters.update(map(id, parameters))
