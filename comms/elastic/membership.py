@@ -541,8 +541,8 @@ class _Generation:
         self.failures = failures
         self.ring: LivenessRing | None = None
         self.knows_unreached = False
-        """Whether the generation before ended because a rank could not be reached: the members that are left know of
-        it, and raise no alarm for it again."""
+        """Whether the generation before ended because a rank could not be reached. If that rank is still a member, it
+        has shown in the vote that it lives, so no rank raises an alarm again because it cannot be reached."""
 
     def poll_closed(self) -> None:
         if self.ring is not None:

@@ -316,7 +316,8 @@ class ResilientOps:
     def admit(self, newcomers: Sequence[Newcomer], requests: Requests) -> bool:
         """Enters a generation with new processes; all ranks call it between the same two operations.
 
-        A rank that took the last result from others changes nothing: the others have entered the generation already.
+        A rank that took the last result from others does not try: the others, which were ahead, tried to admit the
+        processes without it, which failed, and have gone on without them.
 
         Args:
             newcomers: The processes that join.

@@ -66,8 +66,8 @@ class Pending:
     """An exchange in flight.
 
     Attributes:
-        number: Index of the fragment.
-        due: Step after which the result takes effect.
+        number: Index of the fragment in the model.
+        due: Number of the optimizer step after which the result takes effect.
         flat: (numel) pseudo-gradient, replaced by its average over all ranks.
         sent: (numel) parameters when the exchange began; None if the result takes effect at once.
         compares: True if the ranks compare the fragment's anchors meanwhile.
@@ -95,7 +95,7 @@ class Pending:
 
 
 class _Memory:
-    """Memory for exchanges. All fragments share it, because one exchange is in flight at a time."""
+    """Keeps the memory of exchanges, which all fragments share, because one exchange is in flight at a time."""
 
     def __init__(self) -> None:
         self._fragments: Sequence[Fragment] = ()  # the fragments that `_parts` belongs to

@@ -64,10 +64,10 @@ class OuterLink:
 
     @classmethod
     def of(cls, cluster: Cluster, nbytes: float) -> "OuterLink":
-        """Returns the times on the outermost link.
+        """Returns the times of an exchange on the links between the outermost units (nodes, racks or regions).
 
         Args:
-            cluster: The ranks, with given, measured or assumed links.
+            cluster: Placement of the ranks, with given, measured or assumed link rates.
             nbytes: Payload of the whole model in bytes, of all ranks of a node together.
         """
         link, workers = cluster.levels[cluster.outermost].link, cluster.widest(cluster.outermost)

@@ -244,7 +244,16 @@ def _priced(cluster: Cluster, nbytes: int, name: str, price: CodecPrice, library
 
 
 def _is_hidden(exposed: float, workload: Workload, last: Plan) -> bool:
-    """Returns whether communication counts as hidden. The last bucket is never hidden, and so does not count."""
+    """Returns whether communication adds next to nothing to the backward pass, except for the last bucket.
+
+    Args:
+        exposed: Seconds that communication adds to the backward pass.
+        workload: The training step.
+        last: Plan of the last bucket, which can never be hidden.
+
+    Returns:
+        Whether it is hidden; False if the duration of the backward pass is not known.
+    """
     return workload.backward_seconds > 0 and exposed <= last.seconds + HIDDEN * workload.backward_seconds
 
 

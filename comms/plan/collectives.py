@@ -65,7 +65,7 @@ class CollectivePlan:
     chunks: tuple[Steps, ...]
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """Returns the part of one rank.
+        """Returns one rank's part in the plan, in the form that executors run.
 
         Args:
             rank: The rank.

@@ -195,7 +195,12 @@ def presumed(cluster: Cluster) -> str:
 
 
 def _most_chunks(plans: list[Plan], tolerance: float) -> Plan:
-    """Returns the fastest plan with the most chunks that cost no more than a share of its time."""
+    """Returns the fastest plan, cut into as many chunks as its predicted time allows.
+
+    Args:
+        plans: Plans of several names and numbers of chunks.
+        tolerance: Part of the fastest plan's time that more chunks may add.
+    """
     best = min(plans, key=lambda plan: plan.seconds)
     alike = [plan for plan in plans if plan.name == best.name and plan.seconds <= best.seconds * (1 + tolerance)]
     return max(alike, key=lambda plan: plan.chunks)

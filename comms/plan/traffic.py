@@ -84,7 +84,12 @@ class Shape:
         return found
 
     def crossings(self, sources: Ints, targets: Ints) -> Ints:
-        """Returns the highest level whose link each message uses; 0 inside a node."""
+        """Returns the highest level whose link each message uses; 0 inside a node.
+
+        Args:
+            sources: Sending rank of each message, 1-D.
+            targets: Receiving rank of each message, 1-D.
+        """
         crossed = np.zeros(len(sources), dtype=np.intp)
         for level in range(1, self.depth):
             crossed[self.unit_ids[level][sources] != self.unit_ids[level][targets]] = level

@@ -19,8 +19,8 @@ class GroupsBuckets(Protocol):
     """The part of a session that decides which buckets are reduced together.
 
     Attributes:
-        fusion: The grouping of most steps.
-        grouping: The grouping of this step.
+        fusion: Grouping of buckets into all-reduces, used in most steps.
+        grouping: Grouping of the present step: `fusion`, or the one that a saved state prescribes.
     """
 
     fusion: Fusion

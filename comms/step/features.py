@@ -58,10 +58,13 @@ def state_class(plain: type[S], config: Config) -> type[S]:
 
 
 def refuse_without_option(**given: object) -> None:
-    """Refuses arguments that only elastic training uses.
+    """Refuses arguments that only elastic training uses, if they are set without it.
+
+    Args:
+        given: Values of the arguments, by name; false ones (None, empty) are not set.
 
     Raises:
-        ValueError: One of them was given.
+        ValueError: One of them is set.
     """
     for name, value in given.items():
         if value:

@@ -59,7 +59,7 @@ def checked_group(
         state: The hook's state.
         parameter: One of the bucket's parameters.
         bound: The model that the state was made from.
-        own: The group that the state was made with, or has connected in; None: neither.
+        own: The group that the state was made with, or has connected in; None if there is none yet.
 
     Returns:
         `own`, or without it the group of the DDP model that holds the parameter; None if there is no such model.

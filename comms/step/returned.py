@@ -148,7 +148,7 @@ class ReturnedGradients(StepListener):
     def _holds_average(self, parameter: Tensor) -> bool:
         """Returns whether a parameter's `.grad` holds the average of an earlier pass, as its bucket is handed over.
 
-        False if the versions do not tell; then the parameters are watched from the next pass on.
+        False also if the versions do not tell; then all parameters are watched from now on.
         """
         before = self._returned.pop(id(parameter), None)
         if before is None or not before.is_kept:
