@@ -198,7 +198,17 @@ class ElasticTraining(StepListener):
         return group
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> GradientSession:
-        """Connects the ranks that start together, or joins a running job if `join` is set; returns the session."""
+        """Connects the ranks that start together, or joins a running job if `join` is set; returns the session.
+
+        Args:
+            group: Process group of the ranks that start together; a joining process only names its state by it.
+            device: Device of the gradients.
+
+        Raises:
+            ValueError: `join` is set without `extra_state`, or the job cannot hand over its state.
+            EvictedError: The running job refuses this process.
+            RuntimeError: The ranks could not connect, or there is no job to join.
+        """
         if self._state.config.join is not None:
             self._join(self._state.config.join, group, device)
         else:
@@ -314,7 +324,15 @@ class ElasticTraining(StepListener):
         return {**self._state.config.shared(), "device": device.type, "nic_bytes_per_second": given}
 
     def _join(self, address: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Joins a running job: waits until the job admits this process, and receives its state."""
+        """Joins a running job: waits until the job admits this process, and receives its state.
+
+        Tries up to `MOST_ATTEMPTS` times if a rank fails meanwhile or the connection breaks.
+
+        Args:
+            address: HOST:PORT of the store with which the job's ranks were started.
+            group: Process group of this process, in which the hook state has its name.
+            device: Device of the gradients.
+        """
         if not self._own.extra_state:
             raise ValueError(
                 "`join` is set and `extra_state` is empty; wanted the optimizer in it, as in the running job"
@@ -362,7 +380,13 @@ class ElasticTraining(StepListener):
             session.listeners.add(RESIDUAL_NOTES, notes)
 
     def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
-        """Makes the session of a new generation's ranks from the previous one, and returns its communicator."""
+        """Makes the session of a new generation's ranks from the previous one, and returns its communicator.
+
+        Args:
+            view: Ranks of the new generation, seen from this one.
+            store: Store of the new generation.
+            failure_policy: Failure policy of the new communicator.
+        """
         previous = self._session()
         peers = SessionRanks(store, "hook", view.rank, view.size, None, failure_policy)
         made = GradientSession(
@@ -494,7 +518,9 @@ class ElasticTraining(StepListener):
 
 
 class AdmitJoining:
-    """Forward pre-hook of an elastic model; called by all ranks alike in training, which an evaluation need not be.
+    """Admits waiting processes before each forward pass in training: a forward pre-hook of an elastic model.
+
+    In an evaluation it does nothing, because not all ranks may take part in that.
 
     Args:
         training: Elastic training of the model; not kept alive.
@@ -504,7 +530,7 @@ class AdmitJoining:
         self._training = training
 
     def __call__(self, model: nn.Module, inputs: object) -> None:
-        """Admits the processes that wait to join, before a step."""
+        """Admits the processes that wait to join, before a forward pass in training; does nothing in an evaluation."""
         training = self._training()
         if training is not None and model.training and torch.is_grad_enabled():
             training.admit_joining()

@@ -159,7 +159,13 @@ class GenerationFailureReporter(FailureReporter):
 
 
 def first_failure_policy(rank: int, size: int, timeout: timedelta) -> FailurePolicy:
-    """Returns the failure policy of the first communicator; the membership, made later, shares its `failures`."""
+    """Returns the failure policy of the first communicator; the membership, made later, shares its `failures`.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks that start.
+        timeout: Longest wait for a key in the store.
+    """
     reporter = GenerationFailureReporter(rank, Failures())
     return FailurePolicy(reporter, lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=size))
 
@@ -192,7 +198,13 @@ def unheld(rebuild: Rebuild) -> Rebuild:
 
 
 def failure_policy_of(view: View, membership: Membership, timeout: timedelta) -> FailurePolicy:
-    """Returns the failure policy of the communicator that the members of `view` make."""
+    """Returns the failure policy of the communicator that the members of a generation make.
+
+    Args:
+        view: Ranks of the generation, seen from this one.
+        membership: Membership whose present generation it is.
+        timeout: Longest wait for a key in the store.
+    """
     reporter = GenerationFailureReporter(view.rank, membership.failures)
     return FailurePolicy(
         reporter,

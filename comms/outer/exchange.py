@@ -399,7 +399,14 @@ class OuterExchange:
             self._tell_ended(self._session, pending)
 
     def _tell_ended(self, session: AveragingSession, pending: Pending) -> None:
-        """Reports a finished exchange to the listeners. In elastic training they exchange nothing with other ranks."""
+        """Passes a finished exchange to the session's listeners, as a step that has ended.
+
+        In elastic training the listeners send nothing to other ranks because of it.
+
+        Args:
+            session: Session of the communicator.
+            pending: The exchange.
+        """
         buckets = [] if pending.bucket is None else [pending.bucket]
         together, steps = self.averaging.resilient_ops is None, self.steps
         report = lambda: session.report(steps)

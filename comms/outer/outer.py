@@ -313,7 +313,7 @@ class Outer(TrainingState[AveragingSession]):
         return communicator
 
     def _council(self, communicator: Communicator, failure_policy: FailurePolicy) -> Agreement:
-        """Returns the agreement of the ranks of one generation; it does not wait for failed ranks."""
+        """Returns what the ranks of one generation decide by, through the store; it does not wait for failed ranks."""
         store = failure_policy.polling(PrefixStore(COUNCIL, communicator.plain_store))
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 

@@ -140,7 +140,12 @@ def _nvls_tree(shape: Shape) -> Messages:
 
 
 def _deepest(edges: list[tuple[int, int]], alphas: Floats) -> float:
-    """Returns twice (up and down) the latency from the farthest leaf to the root."""
+    """Returns twice (up and down) the latency in seconds from the farthest leaf of a tree to its root.
+
+    Args:
+        edges: (Child, parent) of each edge.
+        alphas: Latency of each edge in seconds.
+    """
     parents = {child: (parent, float(alpha)) for (child, parent), alpha in zip(edges, alphas, strict=True)}
     distance: dict[int, float] = {}
 

@@ -222,7 +222,14 @@ def _part(phase: Phase, transfers: Iterable[Transfer], rank: int) -> PhasePart:
 
 
 def _in_two_steps(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> Steps:
-    """Plans an all_gather (between the nodes first) or a reduce_scatter (inside the nodes first) of one chunk."""
+    """Plans an all_gather (between the nodes first) or a reduce_scatter (inside the nodes first) of one chunk.
+
+    Args:
+        cluster: Placement of the ranks.
+        op: `all_gather` or `reduce_scatter`.
+        numel: Number of elements of a piece.
+        column: First element of the chunk in every piece, and one past the last.
+    """
     inside = _inside(cluster, op, numel, column)
     if len(cluster.nodes) == 1:
         return [inside]
@@ -231,7 +238,7 @@ def _in_two_steps(cluster: Cluster, op: str, numel: int, column: tuple[int, int]
 
 
 def _inside(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> list[Transfer]:
-    """Returns the transfers of pieces inside each node, through shared memory; see `stand_ins`."""
+    """Returns the transfers of pieces inside each node, through shared memory; see `_in_two_steps`, `stand_ins`."""
     start, stop = column
     transfers: list[Transfer] = []
     if start == stop:
@@ -251,7 +258,15 @@ def _inside(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> l
 
 
 def _runs(holders: Sequence[int], *, whole: bool) -> list[tuple[int, int]]:
-    """Splits pieces into ranges of consecutive pieces with ascending holders, each of which one collective can move."""
+    """Splits the pieces into ranges of consecutive ones, each of which one collective can move.
+
+    Args:
+        holders: For each piece the place in its node of the rank that holds it.
+        whole: Whether whole pieces are moved, so that they are adjacent; otherwise each piece is a range of its own.
+
+    Returns:
+        (First piece, one past the last) of each range; inside a range the holders ascend.
+    """
     ends = [
         place
         for place in range(1, len(holders) + 1)
@@ -261,7 +276,7 @@ def _runs(holders: Sequence[int], *, whole: bool) -> list[tuple[int, int]]:
 
 
 def _between(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> list[Transfer]:
-    """Returns the transfers of each piece between its owner and the ranks that handle it on the other nodes."""
+    """Returns the messages of each piece between its owner and its stand-ins elsewhere; see `_in_two_steps`."""
     start, stop = column
     if start == stop:
         return []

@@ -135,7 +135,14 @@ class OptionalMembers:
 def compress_steps(
     listeners: Listeners, session: "GroupsBuckets", communicator: Communicator, compression: "Compression"
 ) -> None:
-    """Adds the compressor's part of each step."""
+    """Adds the listener that prepares the compressor for each step, and commits or drops what the step left in it.
+
+    Args:
+        listeners: Listeners of the new session.
+        session: The session, whose grouping of buckets may be replaced for a resumed step.
+        communicator: Communicator of the session.
+        compression: The compressor.
+    """
     from gradwire.comms.step.compressed_steps import CompressedSteps
 
     listeners.add(order.COMPRESSED_STEPS, CompressedSteps(session, communicator, compression))
