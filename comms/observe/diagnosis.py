@@ -23,15 +23,15 @@ class Margin:
     """Delay above which a rank is behind.
 
     Attributes:
-        seconds: Least delay.
-        share: Least share of the time that is looked at.
+        seconds: Least delay, in seconds.
+        share: Least delay, as a share of the step or slice.
     """
 
     seconds: float
     share: float
 
     def of(self, seconds: float) -> float:
-        """Returns the margin for a step or slice of so many seconds."""
+        """Returns the margin, in seconds, for a step or slice of `seconds`."""
         return max(self.seconds, self.share * seconds)
 
 
@@ -40,12 +40,22 @@ STRONG = Margin(0.05, 0.25)
 
 
 def median_rank(waits: Sequence[float]) -> int:
-    """Returns the index of the median wait; of two in the middle the longer one, so that of two ranks one is behind."""
+    """Returns the rank with the median wait, as an index in `waits`; of two in the middle the one that waited longer.
+
+    So of two ranks the one that waited less is behind the median.
+
+    Args:
+        waits: Wait of each rank, in seconds; not empty.
+    """
     return sorted(range(len(waits)), key=waits.__getitem__)[len(waits) // 2]
 
 
 def behind_median(waits: Sequence[float]) -> list[float]:
-    """Returns for each rank how much less it waited than the median rank; negative if it waited more."""
+    """Returns for each rank by how much less it waited than the median rank; negative if it waited more.
+
+    Args:
+        waits: Wait of each rank, in seconds; not empty.
+    """
     middle = waits[median_rank(waits)]
     return [middle - each for each in waits]
 
@@ -82,9 +92,9 @@ class Position:
     """Position of one rank in a sequence of collectives or messages.
 
     Attributes:
-        issued: Number of the last one that it has issued, from 1.
-        waits_in: Number of the one in which it waits; None if it waits in none.
-        seconds: Time without progress.
+        issued: Number of the last collective or message that it has issued, from 1.
+        waits_in: Number of the collective or message in which it waits; None if it does not wait.
+        seconds: Time without progress while it waits.
     """
 
     issued: int

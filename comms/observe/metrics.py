@@ -84,6 +84,7 @@ class _Scrapes:
         self._listener.close()
 
     def _serve(self) -> None:
+        """Responds to requests until the port is closed; the body of the server's thread."""
         with closing(PendingConnections(self._listener, _lacks)) as pending:
             while not self._closed:
                 try:
@@ -195,6 +196,7 @@ class Metrics:
         self._export(report())
 
     def _export(self, report: Exported) -> None:
+        """Replaces the text that is served and the file; after a failed write, the file is not written any more."""
         self._text = report.to_prometheus()
         if self._file is not None:
             try:

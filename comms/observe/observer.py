@@ -83,6 +83,11 @@ class Observer(StepListener):
             self._stall = self._watch_for_stalls(ranks)
 
     def _watch_stragglers(self, ranks: Sequence[int]) -> "StragglerWatch":
+        """Returns the straggler detection of this rank.
+
+        Args:
+            ranks: Rank in the default group of each rank of the communicator.
+        """
         from gradwire.comms.observe.stragglers import StragglerWatch
 
         contents = self.contents
@@ -91,6 +96,11 @@ class Observer(StepListener):
         )
 
     def _watch_for_stalls(self, ranks: Sequence[int]) -> "StallWatch":
+        """Returns a started stall watch of this rank.
+
+        Args:
+            ranks: Rank in the default group of each rank of the communicator.
+        """
         from gradwire.comms.observe.order import Waits
         from gradwire.comms.observe.stall import StallWatch, WatchedJob
 
@@ -142,6 +152,7 @@ class Observer(StepListener):
             self._metrics.step_ended(step.report)
 
     def _ask_others(self, step: EndedStep) -> None:
+        """Passes a step to the parts that exchange numbers between all ranks: straggler detection and trace."""
         if self._stragglers is not None:
             self._stragglers.step_ended(step.number, [bucket.times for bucket in step.buckets])
         if self._trace is not None:

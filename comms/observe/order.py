@@ -74,7 +74,12 @@ class Waits:
         _watches[self._generation, self._rank] = watch
 
     def publish(self, number: int, bucket: str) -> None:
-        """Publishes that this rank waits in a launch of this model, in place of its previous wait."""
+        """Publishes that this rank waits in a launch of this model, in place of its previous wait.
+
+        Args:
+            number: Number of the launch, from 0.
+            bucket: Bucket of the launch in words, with its parameters.
+        """
         wait = Wait(self._generation, self._model, number, bucket)
         if wait != self._published:
             self._store.set(str(self._rank), json.dumps(asdict(wait)))
@@ -109,5 +114,6 @@ class Waits:
         return None
 
     def _of(self, rank: int) -> Wait | None:
+        """Returns the wait that a rank of the default group has published; None without one."""
         key = str(rank)
         return _WAIT.read(self._store.get(key)) if self._store.check([key]) else None

@@ -14,7 +14,7 @@ log = logging.getLogger("gradwire")
 
 
 class Shared:
-    """Numbers of every rank that are being sent to all ranks.
+    """Sends a few numbers of each rank to all ranks, in an all-reduce that begins at once and is read later.
 
     Every rank adds its own numbers to zeros, so the sums are exact, and any transport and plan will do. The all-reduce
     has ranks * numbers * 8 bytes, which reports do not count.
@@ -59,9 +59,11 @@ class Shared:
         return self._copied is None and future is not None and future.done()
 
     def read(self) -> list[list[float]] | None:
-        """Returns the numbers of every rank, in the order of the ranks; waits until they have arrived.
+        """Returns the numbers of every rank; waits until they have arrived.
 
-        None if the all-reduce has failed. The executor has logged why, and the next bucket raises the error.
+        Returns:
+            A list of numbers for each rank, in the order of the ranks; None if the all-reduce has failed. The executor
+            has logged why, and the next bucket raises the error.
         """
         try:
             if self._copied is not None:

@@ -29,7 +29,13 @@ def line_of(frame: FrameType | None) -> str | None:
 
 
 def line_in_words(file: str, number: int, function: str) -> str:
-    """Returns `train.py:88 in load`."""
+    """Returns a line of code as text, `train.py:88 in load`.
+
+    Args:
+        file: Path of the file, of which the name is kept.
+        number: Number of the line.
+        function: Name of the function.
+    """
     return f"{Path(file).name}:{number} in {function}"
 
 

@@ -261,6 +261,7 @@ class StallWatch:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self, poll_seconds: float) -> None:
+        """Polls until `close`, or until the store or reports have failed `MOST_FAILURES` times; the thread's body."""
         while not self._closed.wait(poll_seconds):
             try:
                 self._poll()
@@ -314,11 +315,16 @@ class StallWatch:
                 self._note(self._store.get(DIAGNOSIS).decode())
 
     def _note(self, text: str) -> None:
+        """Keeps the sentence about a diagnosed stall, and counts it."""
         self.last = text
         self.count += 1
 
     def _publish(self, passed: float) -> None:
-        """Publishes the report of this rank; the first waiting rank that does becomes the collector."""
+        """Publishes the report of this rank; the first waiting rank that does becomes the collector.
+
+        Args:
+            passed: Seconds without progress on this rank.
+        """
         # Imported here, because most jobs have no stall.
         from gradwire.comms.observe.stack import line_of_thread
 
@@ -340,7 +346,12 @@ class StallWatch:
         stall.warned = False
 
     def _collect(self, stall: Stall, passed: float) -> None:
-        """Reads all reports, and diagnoses them once all ranks have published one or had the time to."""
+        """Reads all reports, and diagnoses them once all ranks have published one or had the time to.
+
+        Args:
+            stall: The stall of this rank, which is the collector; changed in place.
+            passed: Seconds without progress on this rank.
+        """
         job = self._job
         reports = {job.rank: replace(stall.report, seconds=passed)}
         for rank in range(len(job.hostnames)):
@@ -383,7 +394,7 @@ class StallWatch:
         return bucket_words(index, self._job.contents.get(index, (0, ()))[1])
 
     def _end_stall(self, seconds: float) -> None:
-        """Deletes what this rank has published about a stall of so many seconds."""
+        """Ends a stall, which has lasted for `seconds`: deletes the keys that this rank has published about it."""
         self._next = self._seconds
         self._failures = 0
         if self._job.waits is not None:

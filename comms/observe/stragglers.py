@@ -306,7 +306,7 @@ class _OwnSteps:
 
     Attributes:
         count: Number of buckets of the last step.
-        unread: Steps that have ended, and whose times have not been read yet.
+        unread: Ended steps whose times have not been read yet.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -319,14 +319,14 @@ class _OwnSteps:
         self._ended: float | None = None
 
     def note(self, step: int, buckets: Sequence[Times]) -> bool:
-        """Notes the end of a step.
+        """Records the end of a step, and completes the record of the previous one, whose buckets are reduced by now.
 
         Args:
-            step: Number of the step.
-            buckets: Times of its buckets.
+            step: Number of the step, ascending by one.
+            buckets: Times of its buckets; read if the step was timed.
 
         Returns:
-            True if the previous step is complete by now.
+            True if a previous timed step was added to `unread`; False if there was none.
         """
         now = time.perf_counter()
         if self._ended is not None:
@@ -434,7 +434,11 @@ class _OwnSteps:
         )
 
     def _usual(self) -> tuple[float, ...]:
-        """Returns the time in each phase that three quarters of the steps before the window did not exceed."""
+        """Returns the usual time of a step in each phase: three quarters of the steps before the window took no longer.
+
+        Returns:
+            Seconds for each of `MOST_PHASES` phases; -1 for all of them with less than `USUAL_STEPS` such steps.
+        """
         before = [sample for sample in self._samples if len(sample.waits) == self.count][:-WINDOW]
         if len(before) < USUAL_STEPS:
             return (-1.0,) * MOST_PHASES
@@ -545,6 +549,16 @@ class _Diagnosis:
         since: int,
         once: bool = False,
     ) -> Straggler:
+        """Returns the finding about late ranks of one node.
+
+        Args:
+            ranks: The late ranks, in the default group.
+            worst: The one with the longest delay.
+            columns: Bucket of each column.
+            length: Length of a step in seconds.
+            since: First step of the delay; -1 if it is not known.
+            once: Whether the delay was that of a single step.
+        """
         node, bucket = self._node(worst.rank), columns[worst.column]
         return Straggler(
             COMPUTES_LATE, ranks, node, worst.seconds, length, since, bucket, self._names(bucket), once=once
@@ -605,11 +619,12 @@ class _Diagnosis:
         return [tuple(range(cluster.size))]
 
     def _phase_words(self, phase: int) -> str:
+        """Returns operation and level of a phase, `reduce_scatter intra_node`."""
         keys = self._communicator.executor.stats.phase_seconds()
         return next((f"{op} {level}" for index, op, level in keys if index == phase), f"phase {phase}")
 
     def _change(self, found: list[Straggler]) -> None:
-        """Replaces the findings, and logs what is new in them."""
+        """Replaces the findings by `found`, and logs those that are new, and those that are gone."""
         before = {(each.cause, each.ranks): each for each in self.found}
         now = {(each.cause, each.ranks): each for each in found}
         self.found = tuple(
@@ -708,6 +723,7 @@ class StragglerWatch:
             self._steps.read()
 
     def _start(self, step: int, numbers: list[float], *, breakdown: bool) -> None:
+        """Begins to send the numbers of a breakdown, or of a summary, to all ranks."""
         self._pending = step, Shared(self._communicator, numbers), breakdown, self._steps.columns()
 
     def _receive(self, step: int) -> None:

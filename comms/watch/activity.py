@@ -40,7 +40,7 @@ def activity_of(frame: FrameType | None) -> str:
     """Returns the activity of a thread.
 
     Args:
-        frame: Innermost frame of its stack.
+        frame: Innermost frame of its stack; None for a thread that has ended.
     """
     files = set()
     while frame is not None:
@@ -68,7 +68,7 @@ def queue_seconds(thread: int) -> float:
 
 
 class Activity:
-    """Counts the activities of a thread.
+    """Counts how long a thread was seen in each activity, and in which line.
 
     Args:
         thread: Number of the thread by `threading.get_ident`.
@@ -96,11 +96,14 @@ class Activity:
             self._lines.setdefault(kind, Counter())[line] += 1
 
     def lines(self) -> dict[str, str]:
-        """Returns activity -> line in which the thread was seen most often since the last call, and forgets them."""
+        """Returns activity -> line in which the thread was seen most often since the last call; resets the counts."""
         found = self.newest_lines()
         self._lines.clear()
         return found
 
     def newest_lines(self) -> dict[str, str]:
-        """Returns the same as `lines`, and keeps them."""
+        """Returns activity -> line in which the thread was seen most often since the last call of `lines`.
+
+        Unlike `lines`, it leaves the counts as they are.
+        """
         return {kind: counts.most_common(1)[0][0] for kind, counts in self._lines.items()}

@@ -115,13 +115,20 @@ class Analyzer:
             self._drawing.begin_soon()
 
     def adopt(self, number: int) -> None:
-        """Takes over the request of a rank that is about to end, so that its responses are diagnosed."""
+        """Takes over the request of a rank that is about to end, so that the responses to it are diagnosed.
+
+        Args:
+            number: Number of the request in the store; one that is not newer than the last one is ignored.
+        """
         if number > self._last_request:
             self._last_request = number
             self._request = OpenRequest(number, time.monotonic() + RESPONSE_SECONDS)
 
     def _read_groups(self) -> None:
-        """Reads hosts and groups of the ranks, if a status has a group that is not known."""
+        """Reads the hosts and groups of all ranks again, if a host is not known or a status has an unknown group.
+
+        With other groups than before, the detection of stragglers starts anew.
+        """
         names = {name for status in self._statuses.values() for name in status.groups}
         if names <= set(self._members) and len(self._hosts) == self._store.size:
             return
@@ -179,6 +186,7 @@ class Analyzer:
         return [each for each in late if each.waited_in is None or each.waited_in.holds is None]
 
     def _request_what_is_waited_in(self, now: float) -> None:
+        """Requests the last collectives of all ranks, if it is not known in which one a late rank is waited for."""
         for each in self._unnamed() if self._request is None else ():
             if (
                 each.requested < len(REQUEST_AFTER_SECONDS)
@@ -190,6 +198,7 @@ class Analyzer:
                 return
 
     def _update_links(self, now: float) -> None:
+        """Updates the traffic in the report, and begins and ends episodes of slow links."""
         self._links.receive({rank: status.links for rank, status in self._statuses.items()}, self._hosts, now)
         self.report.links = self._links.summaries()
         slow = self._links.slow()
@@ -202,10 +211,11 @@ class Analyzer:
             log.warning("watch: %s", link)
 
     def _silent(self, now: float) -> tuple[int, ...]:
+        """Returns the ranks whose newest status is older than `SILENT_SECONDS`."""
         return tuple(rank for rank, seconds in self._quiet_seconds(now).items() if seconds > SILENT_SECONDS)
 
     def _quiet_seconds(self, now: float) -> dict[int, float]:
-        """Returns rank -> age of its newest status."""
+        """Returns rank -> seconds since its newest status was first read, or since the watch began if it has none."""
         return {rank: now - self._beats.get(rank, (0, self._began))[1] for rank in range(self._store.size)}
 
     def _update_stall(self, now: float) -> None:
@@ -264,7 +274,14 @@ class Analyzer:
         self._store.conclude(request.number)
 
     def _add_stall(self, stuck: Stuck, text: str, *, disagree: bool) -> None:
-        """Logs a stall. If no rank is missing and the ranks disagree, that is the cause: no link is blamed."""
+        """Logs a stall, and adds it to the report.
+
+        Args:
+            stuck: The stall.
+            text: Sentence about it.
+            disagree: Whether ranks have issued different collectives. If no rank is missing, that is the cause, and
+                `text`, which blames a link, is replaced.
+        """
         if disagree and not (stuck.missing or stuck.silent):
             text = f"{one_in_words(stuck.group, stuck.number)} has been in flight for {duration(stuck.seconds)}"
         self.report.stalls.append(text)
@@ -272,6 +289,7 @@ class Analyzer:
         log.warning("watch: stall: %s", text)
 
     def _add_disagreement(self, text: str) -> None:
+        """Logs a sentence about ranks that disagree, and adds it to the report, unless it is there already."""
         if text not in self.report.disagreements:
             self.report.disagreements.append(text)
             self.draw_soon()

@@ -102,7 +102,12 @@ def in_words(name: str) -> str:
 
 
 def one_in_words(name: str, number: int) -> str:
-    """Returns `collective 7 of group default`, or `message 7 from 0 to 1 of group default` for a channel."""
+    """Returns the name of one collective, `collective 7 of group default`, or of one message of a channel.
+
+    Args:
+        name: Name of the group or channel.
+        number: Number of the collective or message in it, from 1.
+    """
     words = in_words(name)
     return (
         f"message {number}{words.removeprefix('messages')}"

@@ -69,14 +69,15 @@ class _Group:
     Attributes:
         title: Name that all ranks use for it; None if torch.distributed does not know it, as gradwire's own groups.
         name: Torch's name, by which messages are counted.
-        uncounted: Messages before this rank counted them.
-        progress: Progress at the last poll.
-        stated: Progress by the recorder at the last poll, before corrections.
-        polls: Polls since the first one with this statement.
-        next_check: Number of polls after which the entries are read; doubled after each time.
-        checked: Number up to which all collectives have ended by their entries, since the first of these polls.
-        misstated: True if reading the entries has corrected the statement of this group before.
-        ends: Numbers that were the last to have ended at a poll, and the time of the poll.
+        uncounted: Number of messages that were issued before this rank began to count them.
+        progress: Progress at the last poll, after corrections.
+        stated: Progress by the recorder's state of the group at the last poll, before corrections; None before one.
+        polls: Number of polls in which `stated` has not changed.
+        next_check: Value of `polls` at which the entries are read; doubled each time.
+        checked: Number up to which all collectives have ended by their entries; 0 if they were not read since `stated`
+            has changed.
+        misstated: True if reading the entries has corrected `stated` of this group before.
+        ends: (number of the last collective that had ended, time of the poll in seconds since the epoch), ascending.
     """
 
     title: str | None
@@ -91,7 +92,10 @@ class _Group:
     ends: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ENDS))
 
     def end_of(self, number: int) -> float | None:
-        """Returns the time at which a collective was first seen to have ended; None while it is in flight."""
+        """Returns when the collective with this number was first seen to have ended; None while it is in flight.
+
+        The time is in seconds since the epoch.
+        """
         place = bisect_left(self.ends, number, key=lambda each: each[0])
         return self.ends[place][1] if place < len(self.ends) else None
 
@@ -105,7 +109,7 @@ class FlightReader:
     Thread safety: none. One thread polls; `issued` is called under the lock of `Session`.
 
     Args:
-        messages: Returns group -> its messages on this rank, as torch names groups.
+        messages: Function that returns torch's name of a group -> its messages on this rank.
 
     Attributes:
         members: Group -> its ranks in the default group, of the groups that have had a collective. Names are equal on
@@ -151,7 +155,9 @@ class FlightReader:
             self._models.search(time.monotonic() - self._began)
 
     def _checked(self, group: _Group, key: tuple[str, str], stated: Progress, *, always: bool) -> Progress:
-        """Corrects what the recorder states: it names the collective that ended last, which need not be the newest one.
+        """Returns the progress of a group, corrected by the state of each entry of the recorder.
+
+        The recorder's state of a group names the collective that ended last, which need not be the newest one.
 
         gloo runs two collectives of a group at a time, and the first one may end last. So if the statement stays the
         same for some polls while something seems to be in flight, the state of each entry is read.
@@ -160,7 +166,7 @@ class FlightReader:
             group: The group.
             key: Backend and number of the group.
             stated: Progress by the recorder's state of the group.
-            always: True to read the entries at the first poll without a change.
+            always: True to read the entries at the first poll without a change of `stated`; False at the second one.
         """
         if group.stated != stated:
             group.stated, group.polls, group.checked = stated, 0, 0
@@ -175,7 +181,7 @@ class FlightReader:
         return Progress(stated.issued, min(max(stated.ended, group.checked), stated.issued))
 
     def _ended(self, key: tuple[str, str], stated: Progress) -> int:
-        """Number up to which all collectives of a group have ended, by the state of each entry."""
+        """Reads the recorder's entries, and returns the number up to which all collectives of a group have ended."""
         backend, number = key
         entries = flight_records(collectives=True, stacks=False)[backend].get("entries", ())
         in_flight = (
@@ -230,14 +236,17 @@ class FlightReader:
 
 
 def _collectives(issued: int, ended: int, messages: int, counted: MessageCount, previous: Progress) -> Progress:
-    """Converts the recorder's state of a group, which counts operations, into numbers of collectives.
+    """Returns the progress of a group in collectives, from the recorder's state, which also counts messages.
+
+    `ended` of the result is a lower bound while something is in flight: the recorder does not tell which of the ended
+    operations were messages, so all messages are subtracted.
 
     Args:
-        issued: Operations that were issued: collectives and messages.
+        issued: Number of operations that were issued: collectives and messages.
         ended: Number of the operation that ended last.
-        messages: Messages among those issued.
+        messages: Number of messages among those issued.
         counted: Messages of the group as this rank has counted them.
-        previous: Progress at the last poll.
+        previous: Progress at the last poll, below which the result does not fall.
     """
     if not messages:
         return Progress(issued, ended)

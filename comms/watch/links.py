@@ -63,7 +63,7 @@ class LinkState:
         )
 
     def since(self, before: "LinkState") -> "LinkState":
-        """Returns what was counted since an earlier state; 0 for connections that were closed meanwhile."""
+        """Returns the increase of each counter since the earlier state `before`, 0 if connections were closed."""
         return LinkState(
             max(self.busy_seconds - before.busy_seconds, 0.0),
             max(self.nbytes - before.nbytes, 0),
@@ -112,10 +112,10 @@ class LinkSummary:
     again_share: float
 
     def in_words(self, seconds: float) -> str:
-        """Returns the line of the report.
+        """Returns the line of the report about the link: its rate, how long it sent, and repeated segments.
 
         Args:
-            seconds: Time since the watch began.
+            seconds: Time since the watch began, of which the share of sending is computed.
         """
         again = f"; {self.again_share:.1%} of its segments were sent again" if self.again_share >= 1e-3 else ""
         sending = self.nbytes / self.busy_seconds if self.busy_seconds > 0 else 0.0
@@ -217,8 +217,8 @@ def states_of_hosts(links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping
     """Returns (host that sends, host that receives) -> sum of the counters.
 
     Args:
-        links: Rank -> `own address>peer's` -> counters.
-        hosts: Rank -> its host. A peer's address that no rank has counts as a host.
+        links: Rank -> `own address>peer's` -> counters of the connections between the two addresses.
+        hosts: Rank -> its host. The address of a peer that is no rank of the job counts as a host of its own.
     """
     owners = {key.partition(">")[0]: hosts[rank] for rank, some in links.items() if rank in hosts for key in some}
     found: defaultdict[Pair, LinkState] = defaultdict(LinkState)

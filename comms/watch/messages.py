@@ -112,7 +112,7 @@ class _Channel:
     last: deque[_Message] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def passed(self, number: int, now: float) -> None:
-        """Notes that a message was handed over, or received, at monotonic time `now`."""
+        """Notes that the message with this number was handed over, or received, at monotonic time `now`."""
         self.ended = max(self.ended, number)
         if number % self.stride:
             return
@@ -245,6 +245,7 @@ class MessageNotes:
         return work
 
     def _begin(self, channel: _Channel, tensor: Tensor) -> _Message:
+        """Counts a message of a channel as issued, and returns the note of it."""
         with self._lock:
             channel.group.begun += 1
             channel.issued += 1
@@ -283,7 +284,14 @@ class MessageNotes:
             self._world, self._channels, self._groups = world, {}, {}
 
     def _channel(self, group: dist.ProcessGroup, rank: int, peer: int, *, sends: bool) -> _Channel | None:
-        """Returns the channel of a message; None for a group that torch.distributed does not know."""
+        """Returns the channel of a message; None for a group that torch.distributed does not know.
+
+        Args:
+            group: Group of the message.
+            rank: This rank in the group.
+            peer: The other rank in the group.
+            sends: Whether this rank is the sender.
+        """
         if dist.group.WORLD is not self._world:
             with self._lock:
                 self._renew()

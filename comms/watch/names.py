@@ -85,7 +85,7 @@ class WatchedModels:
 
         Args:
             group: Name of the group.
-            issued: Its last collectives, ascending.
+            issued: Last collectives of the group, ascending.
         """
         named = list(issued)
         for cycle in self._cycles:
@@ -94,9 +94,11 @@ class WatchedModels:
         return named
 
     def _give_up(self, error: BaseException) -> None:
+        """Ends the searches after a failed one: collectives are shown without names from now on."""
         self._cycles, self._next = [], math.inf
 
     def _find(self) -> None:
+        """Searches for the models of this process; runs in a thread of its own."""
         self._cycles = find_cycles([*ddp_models(), *root_sharded_modules()])
 
 
@@ -141,6 +143,7 @@ def find_cycles(models: Iterable[nn.Module]) -> list[Cycle]:
 
 
 def _sharded_cycles(root: Any) -> list[Cycle]:
+    """Returns the reduce-scatters of a root module of FSDP2 in a step; empty if they are not all of one group."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     param_groups = [
         param_group
@@ -162,6 +165,13 @@ def _sharded_cycles(root: Any) -> list[Cycle]:
 
 
 def _cycle(group: dist.ProcessGroup, operation: str, buckets: Sequence[Sequence[tuple[str, int]]]) -> Cycle:
+    """Returns the cycle of a model's buckets.
+
+    Args:
+        group: Group of the collectives.
+        operation: Part of the operation's name.
+        buckets: (name, elements) of the parameters in each bucket, in the order of the collectives.
+    """
     title = title_of(group.group_name, group.group_desc, "gloo")
     words = [names[0][0] if len(names) == 1 else f"{names[0][0]} to {names[-1][0]}" for names in buckets]
     return Cycle(
@@ -173,6 +183,7 @@ def _cycle(group: dist.ProcessGroup, operation: str, buckets: Sequence[Sequence[
 
 
 def _numel(issued: IssuedCollective, operation: str) -> int:
+    """Returns the elements of a collective by its text; 0 if it is another operation or has several tensors."""
     found = _SIZED.match(issued.what)
     if found is None or operation not in found["operation"]:
         return 0

@@ -17,9 +17,9 @@ def late_in_words(late: WatchStraggler, host: str, how: str, longest_in: str = "
 
     Args:
         late: The straggler.
-        host: Host of the rank.
-        how: `is late`, and since when.
-        longest_in: Result of `Episode.longest_in`.
+        host: Host of the straggler.
+        how: Verb and time of the sentence: `is late, from 14 s on`.
+        longest_in: Clause about the collective in which the others wait, from `Episode.longest_in`; empty for none.
     """
     why = ""
     if late.busy_with is not None:
@@ -65,7 +65,7 @@ class GroupSummary:
 
     Attributes:
         name: Name that ranks use for it: `default`, `3 (mesh_shard)`, `default: 0 to 1`.
-        ranks: Its ranks, in the default group.
+        ranks: Ranks of the group, or sender and receiver of the channel, in the default group.
         collectives: Number of collectives or messages that have ended, on the rank with most.
         waited: Rank -> seconds for which it had something in flight, or waited for a message.
     """

@@ -81,7 +81,7 @@ class Signals:
                 log.debug("signal %d cannot be passed to the watch: %s", number, error)
 
     def _is_mine(self, number: int) -> bool:
-        """Returns whether the watch still handles a signal: the program may have set a handler of its own since."""
+        """Returns whether the watch still handles signal `number`: the program may have set its own handler since."""
         return number in self._mine and signal.getsignal(number) == self._pass_on
 
     def release(self) -> None:
@@ -147,5 +147,5 @@ class Signals:
 
 
 def _set_default(number: int) -> None:
-    """Restores the system's default action for a signal, whatever handler Python has; from any thread."""
+    """Restores the system's default action for signal `number`, whatever handler Python has; from any thread."""
     ctypes.CDLL(None).signal(int(number), 0)

@@ -91,9 +91,9 @@ class _Slice:
     """Time between two moments that all ranks of a group know.
 
     Attributes:
-        seconds: Length.
-        ends: End by each rank's own clock.
-        waited: Seconds for which each rank had a collective in flight.
+        seconds: Length of the slice.
+        ends: End of the slice by each rank's own clock, in the order of the group's ranks.
+        waited: Seconds of the slice for which each rank had a collective in flight.
     """
 
     seconds: float
@@ -101,7 +101,13 @@ class _Slice:
     waited: tuple[float, ...]
 
     def overlap(self, place: int, since: float, until: float) -> float:
-        """Returns the share of the slice that lies between two moments of a rank's clock."""
+        """Returns the share of the slice that is between two moments of a rank's clock.
+
+        Args:
+            place: Index of the rank in the group.
+            since: Earlier moment, in seconds.
+            until: Later moment, in seconds.
+        """
         end = self.ends[place]
         return max(min(end, until) - max(end - self.seconds, since), 0.0) / self.seconds
 
@@ -124,7 +130,7 @@ class GroupWaits:
 
         Args:
             rank: Rank in the default group.
-            ends: Its last end points, ascending.
+            ends: End points in the status, ascending.
         """
         known = self._points[self.ranks.index(rank)]
         known.update((point.number, point) for point in ends if point.number >= self._from)
@@ -175,21 +181,28 @@ class GroupWaits:
         return found
 
     def _is_late(self, place: int, slices: int, margin: Margin, exceptions: int) -> bool:
-        """Returns whether a rank is behind in all but `exceptions` of the last slices, and there are so many."""
+        """Returns whether a rank is behind in the last slices; False if there are too few of them.
+
+        Args:
+            place: Index of the rank in the group.
+            slices: Number of slices that are looked at.
+            margin: Delay above which a rank is behind in a slice.
+            exceptions: Number of these slices in which it need not be behind.
+        """
         last = list(self._slices)[-slices:]
         delays = [behind_median(each.waited)[place] for each in last]
         return len(last) == slices and is_behind(delays, [each.seconds for each in last], margin, exceptions=exceptions)
 
     def waits_for_others(self, rank: int, since: float, until: float) -> float | None:
-        """Returns how many seconds longer a rank has waited than the one that waited least.
+        """Returns how many seconds longer a rank has waited in this group than the rank that waited least.
 
         Args:
             rank: Rank in the default group.
-            since: Begin of the time that counts, by its own clock.
-            until: End, by its own clock.
+            since: Begin of the time that counts, by the rank's own clock.
+            until: End of that time, by the rank's own clock.
 
         Returns:
-            None if this rank has had further collectives, and the others have not published theirs yet.
+            The seconds; None if they are not known yet, because other ranks have not published their waits.
         """
         place = self.ranks.index(rank)
         known = self._slices[-1].ends[place] if self._slices else since
@@ -244,6 +257,12 @@ class StragglerFinder:
         return [each for each in self._found(statuses, suspected=True) if each.rank not in self._named]
 
     def _found(self, statuses: Mapping[int, RankStatus], *, suspected: bool = False) -> list[WatchStraggler]:
+        """Returns the ranks that are behind in a group and are not delayed by another one, the longest delay first.
+
+        Args:
+            statuses: Rank -> its newest status.
+            suspected: True to include suspects; see `GroupWaits.behind`.
+        """
         behind = [
             (seconds, since, until, rank, name)
             for name, group in self._groups.items()
@@ -260,7 +279,17 @@ class StragglerFinder:
         return list(found.values())
 
     def _made_late(self, rank: int, name: str, seconds: float, since: float, until: float) -> bool:
-        """Returns whether a rank is late because it waits in another group, or may be, as far as is known yet."""
+        """Returns whether a rank is late in a group because it waits in another one.
+
+        If the waits of another group are not known yet, the answer is True for a rank that was not named before.
+
+        Args:
+            rank: Rank in the default group.
+            name: Group in which it is late.
+            seconds: Delay there.
+            since: Begin of the time that counts, by the rank's own clock.
+            until: End of that time.
+        """
         others = (group for other, group in self._groups.items() if other != name and rank in group.ranks)
         waits = [group.waits_for_others(rank, since, until) for group in others]
         return any(rank not in self._named if each is None else each >= seconds * MADE_LATE for each in waits)

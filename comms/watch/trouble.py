@@ -98,7 +98,7 @@ class Disagreement:
     Attributes:
         group: Name of the group or channel.
         number: Number of the first collective in which they differ.
-        issued: Rank -> what it has issued under this number.
+        issued: Rank -> the collective that it has issued under this number.
         by_line_alone: True if operations and shapes are the same, and only the lines that issued them differ.
     """
 

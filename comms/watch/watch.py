@@ -138,6 +138,7 @@ class Watch:
                 self._metrics.close()
 
     def _leave_report(self, report: "WatchReport") -> None:
+        """Logs the report at the end of the watch, and writes it to the JSON file if one is wanted."""
         log.warning("watch: %s", report)
         if self._json is not None:
             try:
@@ -146,6 +147,7 @@ class Watch:
                 log.error("the watch's report cannot be written to %s: %s", self._json, error.strerror)
 
     def _run(self) -> None:
+        """Watches one default group after the other until the watch ends; the body of the watch's thread."""
         while not self._closed.wait(IDLE_SECONDS):
             group = self._group()
             if group is None:
@@ -236,11 +238,13 @@ class Watch:
             Signals.end()
 
     def _export(self, session: "Session") -> None:
+        """Updates the metrics with the report of a session, if there are metrics and a report."""
         report = session.report
         if self._metrics is not None and report is not None:
             self._metrics.step_ended(lambda: report)
 
     def _open_metrics(self, session: "Session") -> None:
+        """Opens the port or file of the metrics on the rank that has the report, once; logs an error if that fails."""
         if self._metrics_to is None or session.report is None or self._metrics is not None:
             return
         from gradwire.comms.observe.metrics import Metrics

@@ -62,7 +62,7 @@ class WatchStore:
         size: Number of ranks in the default group.
 
     Raises:
-        RuntimeError: From every method, if the store is gone or does not respond within `REQUEST_TIMEOUT`.
+        RuntimeError: The store is gone or does not respond within `REQUEST_TIMEOUT`. Every method raises it.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
