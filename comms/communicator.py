@@ -184,10 +184,17 @@ class Communicator:
         self._held = _state_layouts(compressor, loaded=False)
 
     def _peer_info(self, server: ProbeServer, store_host: str | None, size: int) -> PeerInfo:
+        """Returns what this rank tells the others: hardware, settings that must be equal, and its probe address.
+
+        Args:
+            server: Server that answers the probes of other ranks.
+            store_host: Host of the store, by which this rank's own addresses are chosen; None if it is not known.
+            size: Number of ranks.
+        """
         config = self.config
         on_one_host = config.host is None and self.device.type == "cpu" and job_is_on_one_host()
         needless = (size == 1 or on_one_host) and not config.elastic and config.nics != NIC_PER_RANK
-        nobody = Hardware(None, None, None) if needless else None  # whom links would lead to
+        nobody = Hardware(None, None, None) if needless else None  # no other host: the hardware need not be read
         own = PeerInfo.here(self.rank, size, config, self.device, known=nobody)
         if self._kernels:
             own = replace(own, shared=own.shared | {"kernels": self._kernels})
@@ -209,7 +216,7 @@ class Communicator:
         return self._groups.ended
 
     def peer_wait(self) -> PeerWait:
-        """Return a `PeerWait` for operations that report no failures themselves, such as making gloo groups."""
+        """Returns a `PeerWait` for operations that report no failures themselves, such as making gloo groups."""
         found = self._groups.peer_wait(range(self.size))
         found.notify = partial(self._reporter.signal_abort, directly=True)
         return found
@@ -538,6 +545,16 @@ class Communicator:
 
 
 def _check(flat: Tensor, scale: float, device: torch.device) -> None:
+    """Refuses a tensor that is not 1-D, contiguous and on the communicator's device, or an integer one with a factor.
+
+    Args:
+        flat: Tensor of an all-reduce.
+        scale: Factor on it.
+        device: Device of the communicator.
+
+    Raises:
+        ValueError: It is refused.
+    """
     if flat.device != device and (flat.device.type != device.type or device.index is not None):
         raise ValueError(
             f"`flat` is on {flat.device}; wanted {device}, where this communicator was made: "
@@ -553,12 +570,14 @@ def _check(flat: Tensor, scale: float, device: torch.device) -> None:
 
 
 def _directory(peer_infos: PeerInfos, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
+    """Makes the table of the ranks' probe addresses, with the ranks of this rank's node and its own probe server."""
     addresses = {each.rank: address for each in peer_infos if (address := each.address) is not None}
     node = next(node for node in cluster.nodes if rank in node)
     return PeerTable(peer_infos.generation, rank, addresses, node, server)
 
 
 _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
+"""Process group -> communicator that `meet` has made for it."""
 
 
 def meet(group: dist.ProcessGroup, config: Config) -> Communicator:
@@ -584,14 +603,25 @@ def meet(group: dist.ProcessGroup, config: Config) -> Communicator:
 
 
 def _ended_of(group: dist.ProcessGroup | None) -> FindExited | None:
-    """Returns what finds exited ranks of a group, if `meet` was called for it or it is gradwire's own; else None."""
+    """Returns a function that finds exited ranks of a group; None if there is none.
+
+    There is one for a group for which `meet` was called, and for a group of the backend "gradwire".
+    """
     if (ended := getattr(group, "ended", None)) is not None:
         return cast(FindExited, ended)
     return _met[group].ended if group is not None and group in _met else None
 
 
 def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | None) -> FindExited | None:
-    """Returns what finds exited ranks of a group, if `meet` was called for it or for the default group; else None."""
+    """Returns a function that finds exited ranks of a group, by its own means or those of the default group.
+
+    Args:
+        group: The process group; None if there is none.
+        global_ranks: Ranks of the group in the default group; None asks torch.
+
+    Returns:
+        The function, which takes and returns ranks of the group; None if neither group has one.
+    """
     if (ended := _ended_of(group)) is not None:
         return ended
     if not dist.is_initialized() or (ended := _ended_of(dist.group.WORLD)) is None:
@@ -607,6 +637,13 @@ def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | N
 
 
 def _leave(server: ProbeServer, start: str, rank: int) -> None:
+    """Stops answering probes as a rank of a generation.
+
+    Args:
+        server: Probe server of this process; closed.
+        start: Generation of the communicator.
+        rank: This rank in it.
+    """
     server.unregister(start, rank)
     server.close()
 
@@ -652,7 +689,12 @@ def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
 
     The ranks of a node keep different elements of it, and all nodes the same ones. With another placement some elements
     are missing on a node and others are there twice. Afterwards the first rank of each node has all of them, or every
-    rank if each compresses the whole bucket.
+    rank if each compresses the whole bucket. Every rank calls it.
+
+    Args:
+        ranks: Communicator, whose compressor's state is changed.
+        layout: Layout of the bucket.
+        whole: True if each rank compresses the whole bucket.
     """
     from gradwire.comms.migration import shared  # here: as in `_state_layouts`
 
@@ -671,6 +713,13 @@ def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
 
 
 def _state_layouts(compressor: Compressor | None, *, loaded: bool, alike: bool = True) -> "StateLayouts | None":
+    """Makes the record of the layouts that a compressor has state for; None without a compressor.
+
+    Args:
+        compressor: The compressor.
+        loaded: As for `StateLayouts`.
+        alike: As for `StateLayouts`.
+    """
     if compressor is None:
         return None
     from gradwire.comms.migration import StateLayouts  # here: exact gradients leave nothing behind
@@ -689,7 +738,7 @@ def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int
         from gradwire.comms.links.distance import connections_for
         from gradwire.comms.transport.parallel_tcp import LEAST_RATE, UNSEEN_RATE  # as above
 
-        level = rank_plans.links.priced.levels[-1]  # what the look at the start has seen: no bit depends on it
+        level = rank_plans.links.priced.levels[-1]  # rates measured at the start: no bit depends on them
         rate = max(level.unit_rates or (level.link.bytes_per_second,))
         if config.nic_bytes_per_second is None:
             rate = UNSEEN_RATE if level.link.presumed else max(rate, LEAST_RATE)
@@ -705,6 +754,15 @@ def _nccl_groups(
     group: dist.ProcessGroup | None,
     global_ranks: Sequence[int] | None,
 ) -> "NcclGroups":
+    """Makes the NCCL groups of a communicator on CUDA.
+
+    Args:
+        name: Name of the communicator.
+        cluster: Placement of its ranks.
+        device: CUDA device.
+        group: Process group of the same ranks, whose NCCL backend is used if it has one; None if there is none.
+        global_ranks: Ranks of the group in the default group; None asks torch.
+    """
     from gradwire.comms.transport.nccl import NcclGroups
 
     if global_ranks is None:

@@ -89,11 +89,14 @@ class Reduction:
 
     @classmethod
     def of(cls, given: object) -> "Reduction":
-        """Makes a reduction of its kind, or of a mapping of fields; returns a `Reduction` unchanged.
+        """Makes a reduction from a value of the option `reduction`.
+
+        Args:
+            given: Kind (`sum` or `samples`), mapping of fields by name, or a `Reduction`, which is returned unchanged.
 
         Raises:
-            ValueError: It is none of these, or a value does not fit.
-            TypeError: A name or a value's type is none of a reduction's.
+            ValueError: It is none of these, or a field's value does not fit.
+            TypeError: A field has an unknown name, or a value of the wrong type.
         """
         if isinstance(given, Reduction):
             return given
@@ -114,7 +117,15 @@ class Reduction:
 
 
 def _check_kinds(options: object, kinds: Mapping[str, type]) -> None:
-    """Raises a TypeError where an option is of another type."""
+    """Refuses options of the wrong type.
+
+    Args:
+        options: Object with the options as attributes.
+        kinds: Name of each option to check -> its type.
+
+    Raises:
+        TypeError: An option has another type.
+    """
     for name, kind in kinds.items():
         value = getattr(options, name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -122,7 +133,16 @@ def _check_kinds(options: object, kinds: Mapping[str, type]) -> None:
 
 
 def _check_switch(options: object, name: str, what: str) -> None:
-    """Raises a TypeError where an option is neither a switch nor a text."""
+    """Refuses an option that is neither a bool nor a text with characters.
+
+    Args:
+        options: Object with the options as attributes.
+        name: Name of the option.
+        what: What is wanted, in words for the error.
+
+    Raises:
+        TypeError: The option is refused.
+    """
     if not isinstance(value := getattr(options, name), bool | str) or value == "":
         raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {what}")
 
@@ -181,7 +201,7 @@ class Planning:
 
     @property
     def host(self) -> str | None:
-        """Name of the node without the units above it; None takes the host's."""
+        """Name of the node without the units above it; None stands for the host's name."""
         return (self.hostname or "").rpartition("/")[2] or None
 
     @property
@@ -191,16 +211,20 @@ class Planning:
 
     @property
     def transport_name(self) -> str:
-        """The transport without a number of connections."""
+        """Name of the transport, without a number of connections."""
         return self.transport.partition(":")[0]
 
     @property
     def connections(self) -> int:
-        """TCP connections of a large message between two nodes; 0: the measured round trip and the rate decide."""
+        """Number of TCP connections of a large message between two nodes; 0 derives it from round trip and rate."""
         return int(self.transport.partition(":")[2] or 0)
 
     def with_timeout_of(self, group: timedelta) -> Self:
-        """The same with a process group's time-out, where none is set."""
+        """Returns a copy with a process group's timeout; returns this object if it has a timeout of its own.
+
+        Args:
+            group: Timeout of the process group.
+        """
         return self if self.timeout else dataclasses.replace(self, timeout=group)
 
 
@@ -282,12 +306,12 @@ class Fusing:
 
     @property
     def fuses(self) -> bool:
-        """Whether buckets may travel together, or apart, differently from step to step."""
+        """Whether the grouping of buckets into all-reduces may change from step to step."""
         return self.fusion_mb > 0 or self.fusion == DELAYED or self.learns_cuts
 
     @property
     def learns_cuts(self) -> bool:
-        """Whether the first steps are measured to find what should travel together."""
+        """Whether the first steps are measured to find which buckets should travel together."""
         return self.cuts_file is not None or str(self.fusion).startswith(AUTO_FUSION)
 
     @property
@@ -333,19 +357,19 @@ class Watching:
 
     @property
     def trace_file(self) -> str | None:
-        """Where a timeline is written to; None writes none."""
+        """Path of the file that a timeline is written to; None writes none."""
         if self.marks_nvtx:
             return None
         return self.trace[0] if isinstance(self.trace, tuple) else self.trace
 
     @property
     def marks_nvtx(self) -> bool:
-        """Whether what is issued on CUDA is marked for Nsight Systems."""
+        """Whether work that is issued on CUDA is marked with NVTX ranges, for Nsight Systems."""
         return self.trace == NVTX
 
     @property
     def trace_steps(self) -> int:
-        """Steps of that timeline."""
+        """Number of steps in the timeline."""
         return self.trace[1] if isinstance(self.trace, tuple) else TRACE_STEPS
 
 
@@ -369,6 +393,7 @@ class Surviving:
 
 
 def _names_of(part: type) -> tuple[str, ...]:
+    """Returns the names of the options in one part of `Config`."""
     return tuple(entry.name for entry in dataclasses.fields(part))
 
 
@@ -379,7 +404,7 @@ SUMMING, FUSION, WATCHING, ELASTIC = map(_names_of, (Summing, Fusing, Watching, 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Planning):
-    """What a user can set: the options of all parts. All but those that say so must be equal on all ranks."""
+    """Holds all options that a user can set; equal on all ranks, except those that are "own on every rank"."""
 
     def __post_init__(self) -> None:
         for part in (Planning, Measuring, Compressing, Summing, Fusing, Watching, Surviving):
@@ -389,7 +414,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         self._check_sums()
 
     def _check_sums(self) -> None:
-        """Checks how gradients are combined, beside what else is set."""
+        """Refuses a reduction that does not go together with the compressor or with `elastic`, by a ValueError."""
         sums = self.sums
         if sums.sum_dtype != "own" and self.compressor not in (None, "none"):
             raise ValueError(
@@ -406,12 +431,15 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
     def from_env(cls, **options: object) -> "Config":
         """Builds a configuration from `options` and the environment; an option wins over its variable.
 
-        So does `compressor=None`: exact, whatever GRADWIRE_COMPRESSOR says, and that is logged. `elastic=True` leaves
-        open which job is joined: there a HOST:PORT of GRADWIRE_ELASTIC counts.
+        Also the option `compressor=None` wins over GRADWIRE_COMPRESSOR, which is logged. The option `elastic=True` does
+        not win over a HOST:PORT in GRADWIRE_ELASTIC, which names the running job that is joined.
 
-        Every field has a variable, `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`; empty is unset.
-        Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; `compressor_options` is a JSON object and
-        `rules` a JSON list of objects.
+        The variable of a field is `GRADWIRE_<NAME>`, for `timeout` it is `GRADWIRE_TIMEOUT_SECONDS`; an empty one is
+        not set. Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; `compressor_options` is a JSON
+        object and `rules` a JSON list of objects.
+
+        Args:
+            **options: Fields by name.
 
         Raises:
             TypeError: An option has an unknown name.
@@ -464,11 +492,14 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
     @classmethod
     def automatic(cls) -> "Config | None":
-        """Builds the configuration of GRADWIRE_HOOK and the other variables; returns None if it is unset or empty.
+        """Builds the configuration from GRADWIRE_HOOK and the other variables.
+
+        Returns:
+            The configuration; None if GRADWIRE_HOOK is unset or empty.
 
         Raises:
-            ValueError: It names no compressor, or another one than GRADWIRE_COMPRESSOR; or another variable's value
-                does not fit.
+            ValueError: GRADWIRE_HOOK names no compressor, or another one than GRADWIRE_COMPRESSOR; or another
+                variable's value does not fit.
         """
         name = os.environ.get(AUTOMATIC)
         if not name:
@@ -485,16 +516,19 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
     def asked_for(self, names: Sequence[str]) -> list[str]:
         """Returns those of the named options whose value is not the default, in order.
 
-        `probe=False` asks for nothing: it leaves out what is done by default.
+        `probe=False` does not count: it only leaves out a measurement that is made by default.
+
+        Args:
+            names: Names of options.
         """
         return [name for name in names if asks(name, getattr(self, name))]
 
     def only(self, names: Sequence[str]) -> "Config":
-        """Returns a copy that has the named options, and the defaults for all others."""
+        """Returns a copy that keeps the values of the named options, and has the defaults for all others."""
         return Config(**{name: getattr(self, name) for name in names})
 
     def shared(self) -> dict[str, str]:
-        """Returns the fields that must be equal on all ranks, as text for comparison."""
+        """Returns option's name -> value as text, for all options that must be equal on all ranks."""
         own = {"hostname", "nic_bytes_per_second"}
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name not in own}
         values["elastic"] = bool(self.elastic)
@@ -504,11 +538,11 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
 
 _warned: set[str] = set()
-"""Misspelt variables of which the user has been warned."""
+"""Names of misspelt variables that a warning was logged about."""
 
 
 def _warn_of_misspelt() -> None:
-    """Warns of variables whose name is nearly that of one of gradwire's: they have no effect."""
+    """Logs a warning about each variable whose name is nearly that of one of gradwire's: it has no effect."""
     own = sorted({*_VARIABLES, *_OTHER_VARIABLES})
     for variable in sorted(set(os.environ) - _warned):
         name = variable.removeprefix(ENVIRONMENT_PREFIX)
@@ -520,7 +554,12 @@ def _warn_of_misspelt() -> None:
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
-    """The message about an option that does not exist: the nearest name first, then all of them."""
+    """Returns the error message about an option that does not exist, with the nearest name and all names.
+
+    Args:
+        name: Name that was given.
+        known: Names of all options.
+    """
     near = _nearest(name, known)
     return f"`{name}` is no option of gradwire; {f'did you mean `{near}`? It is' if near else 'wanted'} one of " + (
         ", ".join(known)
@@ -535,12 +574,17 @@ def _nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _fusion_parts(fusion: str | float) -> tuple[str, str]:
-    """The word or file of `fusion`, and the MiB that buckets are joined up to meanwhile; empty where there is none."""
+    """Splits the option `fusion` at its colon.
+
+    Returns:
+        (word or file, MiB up to which buckets are joined until cuts are known; empty if it is not given).
+    """
     kind, _, mebibytes = str(fusion).partition(":")
     return kind, mebibytes
 
 
 def _check_fusion(fusion: str) -> None:
+    """Refuses a text that is no value of the option `fusion`, by a ValueError."""
     kind, mebibytes = _fusion_parts(fusion)
     looks = kind == AUTO_FUSION or (kind.endswith(CUTS_SUFFIX) and kind != CUTS_SUFFIX)
     try:
@@ -555,7 +599,12 @@ def _check_fusion(fusion: str) -> None:
 
 
 def asks(name: str, value: object) -> bool:
-    """Returns whether a value of an option differs from the default; see `Config.asked_for`."""
+    """Returns whether a value of an option differs from the default; see `Config.asked_for`.
+
+    Args:
+        name: Name of the option.
+        value: Its value.
+    """
     if name == "probe":
         return value is True
     if name == "reduction":
@@ -571,12 +620,14 @@ def automatic_hook_wanted() -> bool:
 
 
 def _plain(value: object) -> str:
+    """Returns a value as text that is equal for equal values; of a mapping, whatever its order."""
     if isinstance(value, Mapping):
         return repr(sorted((str(name), repr(entry)) for name, entry in value.items()))
     return repr(value)
 
 
 def _check_compressor(name: str) -> None:
+    """Refuses a name that no compressor has, by a ValueError."""
     from gradwire.compressors.registry import (
         options_of,  # here: it needs torch, and commands without torch read this file
     )
@@ -585,11 +636,13 @@ def _check_compressor(name: str) -> None:
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuses the value of an option that is none of its choices, by a ValueError."""
     if value not in choices:
         raise ValueError(f"`{name}` is {value!r}; wanted one of {', '.join(choices)}")
 
 
 def _check_transport(text: str) -> None:
+    """Refuses a text that is no value of the option `transport`, by a ValueError."""
     name, colon, number = text.partition(":")
     _check_choice("transport", name, TRANSPORTS)
     if colon and not (name in TCP_TRANSPORTS and number.isascii() and number.isdigit() and 1 <= int(number) <= 256):
@@ -599,10 +652,12 @@ def _check_transport(text: str) -> None:
         )
 
 
-# Readers of one variable each. Their ValueError says what was wanted.
+# Functions that parse the text of an environment variable; the text of their ValueError is what was wanted.
 
 
 def _reader(kind: Callable[[str], object], wanted: str) -> Callable[[str], object]:
+    """Makes a parser of a variable from a conversion, whose failure it reports as `wanted`."""
+
     def read(text: str) -> object:
         try:
             return kind(text)
@@ -618,6 +673,7 @@ _seconds = _reader(lambda text: timedelta(seconds=float(text)), "a number of sec
 
 
 def _switch(text: str) -> bool:
+    """Parses a switch."""
     if text.lower() in ON:
         return True
     if text.lower() in OFF:
@@ -626,6 +682,7 @@ def _switch(text: str) -> bool:
 
 
 def _none_or_switch(text: str) -> bool | None:
+    """Parses a switch, or `auto` as None."""
     try:
         return None if text.lower() == "auto" else _switch(text)
     except ValueError as error:
@@ -633,6 +690,7 @@ def _none_or_switch(text: str) -> bool | None:
 
 
 def _number_or_word(text: str) -> str | float:
+    """Parses a number; returns any other text as it is."""
     try:
         return float(text)
     except ValueError:
@@ -640,19 +698,23 @@ def _number_or_word(text: str) -> str | float:
 
 
 def _reduction(text: str) -> object:
+    """Parses a reduction: its kind as it is, or a JSON object."""
     return _json(text, 'sum, samples, or a JSON object such as {"average": false}') if "{" in text else text
 
 
 def _switch_or_address(text: str) -> bool | str:
+    """Parses a switch; returns a text with a colon, HOST:PORT, as it is."""
     return text if ":" in text else _switch(text)
 
 
 def _trace(text: str) -> "str | tuple[str, int] | None":
+    """Parses FILE:STEPS into (file, steps); returns any other text as it is, an empty one as None."""
     file, _, steps = text.rpartition(":")
     return (file, int(steps)) if file and steps.isascii() and steps.isdecimal() else text or None
 
 
 def _compressor_options(text: str) -> dict[str, object]:
+    """Parses a JSON object of a compressor's options; its arrays become tuples."""
     wanted = 'a JSON object such as {"rank": 2}'
     found = _json(text, wanted)
     if not isinstance(found, dict):
@@ -661,6 +723,7 @@ def _compressor_options(text: str) -> dict[str, object]:
 
 
 def _rules(text: str) -> tuple[dict[str, object], ...]:
+    """Parses a JSON array of rules, each an object."""
     wanted = 'a JSON list of objects such as [{"pattern": "head.*"}]'
     found = _json(text, wanted)
     if not isinstance(found, list) or not all(isinstance(rule, dict) for rule in found):
@@ -669,6 +732,7 @@ def _rules(text: str) -> tuple[dict[str, object], ...]:
 
 
 def _json(text: str, wanted: str) -> object:
+    """Parses JSON; the error says what was wanted."""
     try:
         return json.loads(text)
     except ValueError as error:

@@ -67,7 +67,7 @@ UNNAMED = (
 
 
 class HookState(OptionalMembers, GradientState[GradientSession]):
-    """The hook's state of one model: its connected ranks, and the running step.
+    """Holds what the hook knows of one model: its connected ranks, the compressor's state and the running step.
 
     Args:
         model_or_group: The DDP model, or any module, whose parameter names are used, or a process group; None binds to
@@ -241,6 +241,17 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._connection.communicator.executor.raise_failure()
 
     def _reduce(self, bucket: GradBucket, flat: Tensor, connection: GradientSession, now: Mark | None) -> FutureTensor:
+        """Adds a bucket to the step, and starts the all-reduces that are due.
+
+        Args:
+            bucket: Bucket from DDP.
+            flat: Its gradients, dense or sparse.
+            connection: The connected ranks.
+            now: Time of the bucket's arrival; None if arrivals are not timed in this step.
+
+        Returns:
+            Future of the bucket's averages.
+        """
         if flat.layout != torch.strided:
             return self._reduce_sparse(bucket, flat, connection)
         layout = None
@@ -284,6 +295,11 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         connection.communicator.executor.release()
 
     def _connect(self, device: torch.device) -> GradientSession:
+        """Returns the connected ranks; at the first call it connects them, and restores a state that was loaded before.
+
+        Args:
+            device: Device of the gradients.
+        """
         if self._connection is None:
             if not dist.is_initialized():
                 raise RuntimeError(
@@ -302,7 +318,15 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return self._connection
 
     def _connect_ranks(self, group: dist.ProcessGroup, device: torch.device) -> GradientSession:
-        """Connects the ranks of `group`."""
+        """Connects the ranks of a process group.
+
+        Args:
+            group: The process group; every rank calls it.
+            device: Device of the gradients.
+
+        Raises:
+            DidNotJoinError: A rank did not join within the timeout.
+        """
         ranks = SessionRanks.of(group, "hook")
         try:
             return GradientSession(ranks, device, self.config, self.names)
@@ -310,6 +334,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             raise error if self._group is not None else DidNotJoinError(f"{error}. {NOT_ALL_CAME}") from None
 
     def _close_ranks(self, connection: GradientSession) -> None:
+        """Closes the communicator of the connected ranks."""
         connection.communicator.close()
 
     def _check_model(self, model: nn.Module) -> None:
@@ -326,6 +351,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         self._group = checked_group(self, bucket.parameters()[0], self.names.model(), own)
 
     def _begin_step(self, connection: GradientSession) -> None:
+        """Begins a step at its first bucket: decides what is timed and deferred, and tells the listeners."""
         self._backward.begin(autograd_calls=queue_end_of_backward(self._backward_ended))
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
             self._check_optimizers(self.names)
@@ -339,7 +365,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         connection.listeners.step_began(self.steps)
 
     def _last_came(self, connection: GradientSession) -> None:
-        """Sends all that is deferred: DDP may wait for the futures before it returns to autograd."""
+        """Sends all deferred all-reduces after the last bucket: DDP may wait for them before it returns to autograd."""
         ends = self._backward.last_bucket_came()
         self._send_rest(connection)
         connection.listeners.last_bucket_sent(connection.communicator)
@@ -347,7 +373,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._end_step()
 
     def _backward_ended(self) -> None:
-        """Called by autograd at the end of a backward pass."""
+        """Ends the step at the end of a backward pass, or lets `_ddp_ended` do so later; autograd calls it."""
         if not self._backward.backward_ended(inside=is_at_node()):
             return
         # DDP has queued its own callback by now, so a callback that is queued here runs after DDP's.
@@ -356,7 +382,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._end_step()
 
     def _ddp_ended(self) -> None:
-        """Called by autograd after DDP has taken the averages, or left them."""
+        """Ends the step when DDP has copied the averages into its gradients, or ignored them; autograd calls it."""
         self._connected("backward()").listeners.ddp_ended()
         self._end_step()
 
@@ -443,4 +469,5 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def _unpickled(config: Config) -> HookState:
+    """Makes a new, unbound state with a pickled configuration; see `HookState.__reduce__`."""
     return HookState(config=config)

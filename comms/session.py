@@ -72,14 +72,14 @@ _numbers: "dict[tuple[str, str], count[int]]" = {}
 
 @dataclass(frozen=True, slots=True)
 class SessionRanks:
-    """Ranks of a session that is about to connect.
+    """Describes the ranks of a session that is about to connect.
 
     Attributes:
-        store: Store that all of them share.
+        store: Store that all of these ranks share.
         name: Name, unique in the store and equal on all ranks, which connect their states in the same order.
         rank: This rank.
         size: Number of ranks.
-        group: Process group of them; None in elastic training after the ranks have changed.
+        group: Process group of these ranks; None in elastic training after the ranks have changed.
         failure_policy: Replaces the report of failed ranks, so that training goes on without them; None ends it.
         reporter: Failure reporter shared with other groups; None makes one for these ranks.
     """
@@ -106,8 +106,8 @@ class SessionRanks:
         Args:
             group: The process group.
             kind: Kind of session; sessions of a kind are made in the same order on all ranks of the group.
-            failure_policy: As the attribute.
-            reporter: As the attribute.
+            failure_policy: Replaces the report of failed ranks, so that training goes on without them; None ends it.
+            reporter: Failure reporter shared with other groups; None makes one for these ranks.
         """
         name = cls.name_in(group, kind)
         return cls(store_of(group), name, group.rank(), group.size(), group, failure_policy, reporter)
@@ -119,7 +119,7 @@ class SessionRanks:
 
 
 class AveragingSession:
-    """The connected ranks of a state, with communicator, compressor and listeners.
+    """Holds the connected ranks of a state: communicator, compressor and listeners.
 
     Args:
         ranks: Ranks to connect.
@@ -212,6 +212,12 @@ class AveragingSession:
             compare_loaded(self.listeners, ranks, source, consensus, changed=changed, kept=kept)
 
     def _consensus(self, name: str, timeout: timedelta) -> "Agreement":
+        """Makes an agreement of all ranks; every rank calls it with the same arguments.
+
+        Args:
+            name: Prefix of its keys, unique among the agreements of this session.
+            timeout: Longest wait for the other ranks.
+        """
         from gradwire.comms.bootstrap.agree import Agreement  # here: fixed plans need no decisions
 
         ranks = self.communicator
@@ -230,7 +236,7 @@ class AveragingSession:
         return self._sizes
 
     def note_sizes(self, sizes: Sequence[int]) -> None:
-        """Records the bytes of each all-reduce of a step."""
+        """Records the bytes of each all-reduce of a step, in order, for `last_sizes`."""
         self._sizes = tuple(sizes)
 
     def report(self, steps: int) -> Report:
@@ -242,7 +248,7 @@ class AveragingSession:
         return self.listeners.add_to(self.communicator.report(steps))
 
     def state_dict(self) -> StateDict:
-        """Return this rank's compressor state; empty without a compressor."""
+        """Returns this rank's compressor state; empty without a compressor."""
         if self.compression is None:
             return {}
         with self.communicator.exclusive():
@@ -252,6 +258,9 @@ class AveragingSession:
 
     def load_state_dict(self, own: StateDict) -> None:
         """Restores a state that `state_dict` returned on the same rank of the same number of ranks.
+
+        Args:
+            own: State of this rank; ignored without a compressor.
 
         Raises:
             ValueError: The state is of another model or compressor, or is damaged; nothing was changed.
@@ -263,7 +272,7 @@ class AveragingSession:
 
 
 class GradientSession(AveragingSession):
-    """The session of a DDP model's gradients: joins buckets, measures links and learns cuts.
+    """Holds the connected ranks of a DDP model's gradients; also joins buckets, measures links and learns cuts.
 
     Args:
         ranks: Ranks to connect.
@@ -334,7 +343,7 @@ class GradientSession(AveragingSession):
         return self.fusion.last_sizes
 
     def state_dict(self) -> StateDict:
-        """Return this rank's compressor state, and whether its keys are parameter names; empty without a compressor."""
+        """Returns this rank's compressor state, and whether its keys are parameter names; empty if exact."""
         own = super().state_dict()
         if not own:
             return own
@@ -362,7 +371,7 @@ class GradientSession(AveragingSession):
         super().load_state_dict(own)
 
     def _go_on(self, previous: "GradientSession") -> None:
-        """Takes over the link rates that were learned with the ranks before."""
+        """Takes over the measured link rates of the session before the ranks changed, if its levels were as many."""
         rank_plans, before = self.communicator.rank_plans, previous.communicator.rank_plans
         if before.links.decided and before.cluster.depth == rank_plans.cluster.depth:
             rank_plans.measured(before.cluster.levels)
@@ -445,19 +454,19 @@ class TrainingState(Generic[S]):
         self._group: dist.ProcessGroup | None = None
         self._connection: S | None = None
         self._pending: Checkpoint | None = None
-        """A state that was loaded before the ranks had connected."""
+        """Checkpoint that was loaded before the ranks have connected; None if there is none, or it was restored."""
         self._loaded = False
-        """Whether a state was loaded."""
+        """True once a checkpoint was loaded."""
 
     def trace(self, file: str | Path, steps: int = 20) -> None:
         """Writes a timeline of all ranks' next steps into one file; every rank calls it between the same two steps.
 
-        Buckets, transfers, phases, codecs, lanes and waits, on one clock, for https://ui.perfetto.dev, chrome://tracing
-        and `gradwire plot`. The file is there when the last of the steps has ended.
+        It shows buckets, transfers, phases, codecs, lanes and waits on one clock, for https://ui.perfetto.dev,
+        chrome://tracing and `gradwire plot`. The file is written when the last of the steps has ended.
 
         Args:
-            file: JSON; rank 0 writes it.
-            steps: How many.
+            file: Path of the JSON file, which rank 0 writes.
+            steps: Number of steps to trace.
 
         Raises:
             ValueError: `steps` is less than one.
@@ -476,19 +485,20 @@ class TrainingState(Generic[S]):
     ) -> int | None:
         """Exports metrics of this rank for Prometheus, updated at the ends of steps.
 
-        A second call adds a file or a port, or replaces the one there was; what it does not name goes on.
+        A second call adds a file or a port, or replaces the earlier one; an export that it does not name goes on.
 
         Args:
-            file: Replaced in one piece, as node_exporter's textfile collector wants it.
-            port: Served as http://address:port/metrics; 0 takes a free one.
-            address: That the port is opened at; "0.0.0.0" for all of this host.
-            every_seconds: Least time between two renewals, each at the end of a step; 0 renews at each step.
+            file: Path of a file that is replaced atomically at each update, as node_exporter's textfile collector
+                needs it; None writes none.
+            port: Port at which http://address:port/metrics is served; 0 takes a free one, None serves none.
+            address: Address of this host at which the port is opened; "0.0.0.0" for all of them.
+            every_seconds: Shortest time between two updates, which happen at ends of steps; 0 updates at each step.
 
         Returns:
-            The port; None without one.
+            The port that is served; None if there is none.
 
         Raises:
-            ValueError: Neither `file` nor `port` is given, or a number makes no sense.
+            ValueError: Neither `file` nor `port` is given, or a number is out of range.
             OSError: The file cannot be written, or the port is taken.
             RuntimeError: The ranks have not connected yet.
         """
@@ -502,12 +512,16 @@ class TrainingState(Generic[S]):
         return compression is not None and compression.dirty
 
     def state_dict(self) -> "Checkpoint":
-        """This rank's residuals, momenta and factors; every rank saves its own.
+        """Returns this rank's residuals, momenta and factors for a checkpoint; every rank saves its own.
 
-        An entry under a key that carries the rank, and one that is the same on all ranks, both plain tuples of CPU
-        tensors, numbers and strings: safe with `torch.load(weights_only=True)`, and with torch.distributed.checkpoint,
-        which may be given the state itself. A state that has just been made for the model has the same keys. Empty
-        where nothing is kept, and while neither torch.distributed is initialised nor a state has been loaded.
+        The result has an entry under a key that carries the rank, and one that is the same on all ranks, both plain
+        tuples of CPU tensors, numbers and strings. So it is safe with `torch.load(weights_only=True)` and with
+        torch.distributed.checkpoint, which may be given this object itself: one that has just been made for the model
+        has the same keys.
+
+        Returns:
+            The checkpoint; empty if nothing is compressed, and as long as neither torch.distributed is initialised nor
+            a state has been loaded.
         """
         if not self._keeps:
             return {}
@@ -524,11 +538,14 @@ class TrainingState(Generic[S]):
         `load_state_dict` takes each rank's own part of it.
 
         Args:
-            on_all_ranks: Whether every rank shall have all of it (one writes on each node); else rank 0 of the group
-                alone, and the others get their own part.
+            on_all_ranks: True returns all of it on every rank, for frameworks that write on each node. False returns it
+                on rank 0 of the group, and on the others their own part.
+
+        Returns:
+            The checkpoint; empty if nothing is compressed.
 
         Raises:
-            RuntimeError: torch.distributed is not initialised; or a rank has ended.
+            RuntimeError: torch.distributed is not initialised, or a rank has exited.
         """
         if not self._keeps:
             return {}
@@ -549,6 +566,9 @@ class TrainingState(Generic[S]):
         (another world size, another mesh) a state is taken only if it was flushed before it was saved (`flush()`, one
         step, save); momenta and warm-start factors then build up again.
 
+        Args:
+            state: Result of `state_dict` or `gathered_state_dict`; ignored if it is empty and nothing is compressed.
+
         Raises:
             ValueError: The state is of another model, compressor, rank, world size or mesh; nothing was changed.
         """
@@ -567,8 +587,11 @@ class TrainingState(Generic[S]):
     def _refuse_homeless(self, found: "Checkpoint") -> None:
         """Refuses a checkpoint with residuals that this state cannot keep.
 
+        Args:
+            found: Checkpoint whose residuals have not been flushed.
+
         Raises:
-            ValueError: What would have one is not set.
+            ValueError: No compressor is set.
         """
         if not _compresses(self.config):
             raise ValueError(HOMELESS.format(found=NO_COMPRESSOR))
@@ -579,14 +602,14 @@ class TrainingState(Generic[S]):
         return _compresses(self.config)
 
     def _place(self) -> tuple[int, int] | None:
-        """Rank and number of ranks for a checkpoint; None before the ranks have connected."""
+        """Returns (rank, number of ranks) for a checkpoint; None if torch.distributed is not initialised yet."""
         if self._connection is not None:
             return self._connection.communicator.rank, self._connection.communicator.size
         group = self._group or dist.group.WORLD if dist.is_initialized() else None
         return None if group is None else (group.rank(), group.size())
 
     def _own_state(self) -> StateDict:
-        """Returns the entries that this rank saves."""
+        """Returns the state dict that this rank saves; empty before the ranks have connected."""
         return {} if self._connection is None else self._connection.state_dict()
 
     def _restore(self, found: "Checkpoint") -> None:
@@ -602,6 +625,7 @@ class TrainingState(Generic[S]):
             self._connection.load_state_dict(own)
 
     def _connected(self, call: str) -> S:
+        """Returns the session, or raises a RuntimeError that names the user's call if the ranks have not connected."""
         if self._connection is None:
             raise RuntimeError(self.NOT_CONNECTED.format(call=call))
         return self._connection
@@ -622,8 +646,13 @@ class GradientState(TrainingState[S]):
         """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
 
         Args:
-            optimizer: `sgd`, `adam`, ...: what ends behind with it is not recommended; `any`: with either of these.
-            accumulate: How many of the steps as they are shall be one, as micro-batches that are accumulated.
+            optimizer: Name of the job's optimizer, `sgd`, `adam`, ...: compressors that train worse with it are not
+                recommended. `any` recommends only those that train well with both.
+            accumulate: Number of steps, as they are now, that one step shall replace as its accumulated micro-batches;
+                1 leaves steps as they are.
+
+        Returns:
+            The advice, to print or to read.
 
         Raises:
             RuntimeError: The ranks have not connected, or fewer than three steps have been seen.
@@ -650,6 +679,9 @@ class GradientState(TrainingState[S]):
     def watch(self, scaler: "LossScaler") -> None:
         """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
 
+        Args:
+            scaler: The GradScaler that scales the loss.
+
         Raises:
             ValueError: There is no compressor, or no model yet.
             TypeError: `scaler` has no scale.
@@ -661,6 +693,9 @@ class GradientState(TrainingState[S]):
 
     def set_loss_scale(self, scale: float) -> None:
         """Sets the loss scale of the next gradients, without a GradScaler; call it before the backward pass.
+
+        Args:
+            scale: Factor on the loss, positive.
 
         Raises:
             ValueError: There is no compressor, or no model yet; or `scale` is not a positive number.
@@ -676,8 +711,9 @@ class GradientState(TrainingState[S]):
     def flush(self) -> None:
         """Makes the next step send uncompressed, with every residual added; afterwards all residuals are zero.
 
-        To be called on all ranks before the same step; before a checkpoint that is to be loaded on other ranks. Weights
-        of sharded models that travel as differences are sent exactly then: call it after they were changed by hand.
+        Call it on all ranks before the same step, for example before a checkpoint that is to be loaded on other ranks.
+        That step also sends the weights of a sharded model exactly, if they travel as differences: call it after
+        weights were changed by hand.
 
         Raises:
             ValueError: There is no compressor, or no model yet.
@@ -692,8 +728,8 @@ class GradientState(TrainingState[S]):
     def _check_optimizers(self, model: "HasParameters") -> None:
         """Registers a check of each optimizer before its first step on the model's parameters.
 
-        One that the compressor does not fit is refused there; where one goes on from a checkpoint and this state does
-        not, that is said.
+        The check refuses an optimizer that the compressor does not fit, and warns if the optimizer continues from a
+        checkpoint and this state does not.
         """
         from gradwire.compressors.optim.first_step import check_at_first_step  # here: exact gradients fit all of them
 
@@ -718,7 +754,10 @@ class GradientState(TrainingState[S]):
             withdraw(model, self._check)
 
     def _warn_of_resume(self) -> None:
-        """Called before the first step of an optimizer that continues from a checkpoint."""
+        """Warns that this state does not continue from a checkpoint, though the optimizer does, if residuals are lost.
+
+        It is called before the first step of such an optimizer.
+        """
         if not self._loaded and self.config.join is None and (anew := self._starts_anew()):
             log.warning(
                 "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what "
@@ -728,7 +767,7 @@ class GradientState(TrainingState[S]):
             )
 
     def _starts_anew(self) -> str:
-        """Returns what starts without residuals because no checkpoint was loaded; empty if nothing does."""
+        """Returns the name of the compressor if it keeps tensors, such as residuals, from step to step; else empty."""
         compression = None if self._connection is None else self._connection.compression
         if compression is None:
             return ""
@@ -736,6 +775,7 @@ class GradientState(TrainingState[S]):
         return str(self.config.compressor) if kept else ""
 
     def _compressed(self, call: str) -> "Compression":
+        """Returns the compression, or raises a ValueError that names the user's call if there is none."""
         if not _compresses(self.config):
             raise ValueError(
                 f"`compressor` is not set: gradients are exact, there are no residuals, and {call} has nothing "
@@ -747,10 +787,21 @@ class GradientState(TrainingState[S]):
 
 
 def _compresses(config: Config) -> bool:
+    """Returns whether a compressor is set, other than `none`."""
     return config.compressor not in (None, "none")
 
 
 def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks) -> "Compression | None":
+    """Makes the compressor that the configuration names.
+
+    Args:
+        config: The user's configuration.
+        numels: Number of elements of each parameter on this rank, by name.
+        ranks: Ranks of the session.
+
+    Returns:
+        Compressor and its state; None if tensors are exact.
+    """
     if not _compresses(config) or config.compressor is None:
         return None
     from gradwire.comms.compression import Compression  # here: exact gradients need no compressor
@@ -761,7 +812,7 @@ def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks)
 
 
 def _kernels(device: torch.device) -> str:
-    """Returns the name of the kernels on a device; on GPUs it must be equal on all ranks, because roundings differ."""
+    """Returns the name of the compressor's kernels on a GPU, equal on all ranks (roundings differ); empty on a CPU."""
     if device.type == "cpu":
         return ""
     from gradwire.compressors.kernels.dispatch import kernels_name  # here: exact gradients need no kernels
@@ -770,7 +821,7 @@ def _kernels(device: torch.device) -> str:
 
 
 def _reduction(config: Config) -> Compressor | None:
-    """Makes what combines gradients between nodes; None if that is a plain sum in their own dtype."""
+    """Makes the compressor that sums gradients between nodes in float32; None for a plain sum in their own dtype."""
     if config.sums.sum_dtype == "float32":
         from gradwire.compressors.dense import WideSum
 
@@ -779,7 +830,12 @@ def _reduction(config: Config) -> Compressor | None:
 
 
 def _factors(config: Config, communicator: Communicator) -> tuple[float, float]:
-    """Returns the factors on every rank's gradients, and on their sum."""
+    """Returns (factor on every rank's gradients before the sum, factor on their sum).
+
+    Args:
+        config: The user's configuration, with the reduction.
+        communicator: Communicator of the ranks.
+    """
     sums = config.sums
     if not sums.average:
         return 1.0, 1.0
