@@ -93,7 +93,10 @@ __all__ = [
 
 
 def _name_the_sender(record: logging.LogRecord) -> bool:
-    """Prefix a log message with `gradwire: `: without a handler of the script's, Python prints the bare message."""
+    """Prefixes a log message with `gradwire: `, in place, and returns True so that it is logged.
+
+    Without a log handler in the script, Python prints the bare message.
+    """
     if not str(record.msg).startswith("gradwire"):
         record.msg = f"gradwire: {record.msg}"
     return True

@@ -45,7 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run one sub-command and return its exit status.
 
     Args:
-        argv: Words after `gradwire`; the process's own by default.
+        argv: Words after `gradwire`; None takes this process's command line.
+
+    Returns:
+        0 for success, otherwise the status of the command; 1 if something it needs is missing, 2 for an unknown name.
 
     Raises:
         KeyboardInterrupt: Ctrl-C. Python ends the process by that signal then, after all exit handlers: a shell goes on

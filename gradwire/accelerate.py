@@ -34,12 +34,16 @@ def attach(
     Call it before `load_state`. Residuals follow the accelerator's loss scale, if there is one.
 
     Args:
-        accelerator: That prepared the model.
-        model: What `accelerator.prepare` returned.
-        config: As for `gradwire.HookState`.
-        extra_state: As for `gradwire.HookState`.
-        on_membership_change: As for `gradwire.HookState`.
+        accelerator: Accelerator that prepared the model; its `save_state` and `load_state` then include the hook's
+            state.
+        model: Prepared model, as `accelerator.prepare` returned it.
+        config: Options of the hook; None takes them from `options` and the environment.
+        extra_state: Further objects with a `state_dict` that a joining rank receives, as for `gradwire.HookState`.
+        on_membership_change: Function that is called after ranks left or joined, as for `gradwire.HookState`.
         **options: Fields of `gradwire.Config` by name.
+
+    Returns:
+        The state of the hook, for `report()` and such.
 
     Raises:
         TypeError: The model is not wrapped in DDP (one process, FSDP, DeepSpeed), or an option has an unknown name.
@@ -66,4 +70,4 @@ def attach(
 
 
 _attached: "weakref.WeakKeyDictionary[Accelerator, int]" = weakref.WeakKeyDictionary()
-"""How many models of an accelerator have the hook: each has files of its own."""
+"""Accelerator -> number of its models with the hook; each model has files of its own in a checkpoint."""

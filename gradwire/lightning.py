@@ -39,13 +39,17 @@ class LightningCallback(pytorch.Callback):
     def __init__(self, **options: object) -> None:
         self.config = Config.from_env(**options)
         self.state: HookState | None = None
-        """The hook's, from the start of training on: `callback.state.report()`."""
+        """State of the hook, for `callback.state.report()`; None before training starts and with one process."""
         self._accompanied: weakref.ref[pytorch.strategies.DDPStrategy] | None = None
         self._saves = False
-        """The checkpoint that the Trainer is about to write is a whole one, not of the weights alone."""
+        """True while the Trainer writes a whole checkpoint, and not the weights alone."""
 
     def on_fit_start(self, trainer: pytorch.Trainer, pl_module: pytorch.LightningModule) -> None:
-        """Registers the hook; Lightning has wrapped the model and read the checkpoint."""
+        """Registers the hook, and loads this rank's file if training resumes; Lightning has wrapped the model by now.
+
+        Raises:
+            TypeError: The Trainer's strategy is not DDP.
+        """
         if trainer.world_size == 1:
             log.warning("one process: there are no gradients to average, and gradwire's hook is not registered")
             return
@@ -66,11 +70,11 @@ class LightningCallback(pytorch.Callback):
     def on_save_checkpoint(
         self, trainer: pytorch.Trainer, pl_module: pytorch.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Notes that a whole checkpoint is being made; Lightning calls it on all ranks."""
+        """Marks that the next file written is a whole checkpoint, so that this rank's state is written beside it."""
         self._saves = True
 
     def _accompany(self, strategy: pytorch.strategies.DDPStrategy) -> None:
-        """Wrap the trainer's calls that write and remove checkpoints, so that this rank's file follows them."""
+        """Wraps the strategy's methods that write and remove checkpoints, so that this rank's file follows them."""
         if self._accompanied is not None and self._accompanied() is strategy:
             return
         self._accompanied = weakref.ref(strategy)
@@ -90,4 +94,4 @@ class LightningCallback(pytorch.Callback):
 
 
 Callback = LightningCallback
-"""As its users write it: `gradwire.lightning.Callback`."""
+"""Public name of the callback: `gradwire.lightning.Callback`."""

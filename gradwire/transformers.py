@@ -39,7 +39,7 @@ class TransformersCallback(TrainerCallback):
     there is nothing to average, and it does nothing. Residuals follow the loss scale of `fp16=True`.
 
     Args:
-        trainer: The callback is for this one; not kept alive.
+        trainer: Trainer that the callback is added to; only a weak reference is kept.
         **options: Fields of `gradwire.Config` by name.
 
     Raises:
@@ -55,7 +55,7 @@ class TransformersCallback(TrainerCallback):
             )
         self.config = Config.from_env(**options)
         self.state: HookState | None = None
-        """The hook's, from the start of training on: `callback.state.report()`."""
+        """State of the hook, for `callback.state.report()`; None before training starts and with one process."""
         self._model: DistributedDataParallel | None = None
         self._resumed: Path | None = None
         self._trainer = weakref.ref(trainer)
@@ -70,7 +70,7 @@ class TransformersCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Register the hook, and load its state if training resumes."""
+        """Registers the hook, and loads its state if training resumes; does nothing with one process."""
         trainer = self._trainer()
         if args.world_size == 1 or trainer is None:
             log.warning("one process: there are no gradients to average, and gradwire's hook is not registered")
@@ -92,4 +92,4 @@ class TransformersCallback(TrainerCallback):
 
 
 Callback = TransformersCallback
-"""As its users write it: `gradwire.transformers.Callback`."""
+"""Public name of the callback: `gradwire.transformers.Callback`."""

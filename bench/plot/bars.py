@@ -9,17 +9,17 @@ from gradwire.bench.plot.style import BASELINE, OURS, PEERS, PlotRecord, load_py
 
 _TITLE_WIDTH = 100
 _ROOM_FOR_TEXT = 1.75
-"""The axis is so many times as long as the longest bar."""
+"""Length of the axis relative to the longest bar, which leaves room for the text beside it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of the picture: one configuration.
+    """Describes a bar of the picture: one configuration.
 
     Attributes:
-        name: At its left.
-        seconds: Its length.
-        text: At its right.
+        name: Label on the left of the bar.
+        seconds: Length of the bar.
+        text: Figures on the right of the bar.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Bar:
 
     @property
     def colour(self) -> str:
-        """Color by origin: gradwire, plain DDP, or others."""
+        """Returns the color by the bar's origin: gradwire, plain DDP, or others."""
         return OURS if "gradwire" in self.name else BASELINE if "plain DDP" in self.name else PEERS
 
 
@@ -36,8 +36,8 @@ def draw_compare(record: PlotRecord, output: Path) -> None:
     """Draw seconds per step as bars, with the speed-up over plain DDP beside each.
 
     Args:
-        record: What `gradwire compare --json` writes.
-        output: .png or .svg.
+        record: Parsed output of `gradwire compare --json`.
+        output: Picture to write, .png or .svg.
     """
     results = record["results"]
     ran = sorted((each for each in results if each["seconds"] is not None), key=lambda each: -each["seconds"])
@@ -66,8 +66,8 @@ def draw_training(record: PlotRecord, output: Path) -> None:
     """Draw seconds per step as bars, with the loss at the end beside each.
 
     Args:
-        record: What `make run` with `--json` writes.
-        output: .png or .svg.
+        record: Parsed output of `make run` with `--json`.
+        output: Picture to write, .png or .svg.
     """
     results = record["results"]
     bars = []
@@ -90,7 +90,7 @@ def draw_training(record: PlotRecord, output: Path) -> None:
 
 
 _TRAINED = {"plain": "plain DDP", "torch-fp16": "torch's fp16 hook", "gradwire": "gradwire, exact"}
-"""What a bar is called; `gradwire:int8` is so called."""
+"""Name of a hook -> label of its bar; others, such as `gradwire:int8`, are labelled by their name."""
 
 
 def _draw(bars: list[Bar], title: str, axis: str, notes: list[str], output: Path) -> None:

@@ -42,10 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read(file: Path) -> PlotRecord:
-    """Read and recognize one file.
+    """Reads one JSON file and checks that gradwire wrote it.
 
     Raises:
-        ValueError: It is missing, or none of ours.
+        ValueError: The file is missing, or gradwire did not write it.
     """
     text = read_input("FILE.json", file, _MOST_NBYTES)
     try:
@@ -67,11 +67,11 @@ def draw(files: list[Path], output: Path | None, step: int | None = None) -> lis
 
     Args:
         files: JSON files of one kind.
-        output: .png or .svg; None takes the first file's name.
+        output: Picture to write, .png or .svg; None takes the first file's name with .png.
         step: Number of the step of a trace; None takes the one of median length.
 
     Raises:
-        ValueError: A file is none of ours, or files of different kinds are mixed.
+        ValueError: A file was not written by gradwire, or files of different kinds are mixed.
         RuntimeError: matplotlib is not installed.
     """
     target = output or files[0].with_suffix(".png")
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     """Draws and prints the names of the pictures; returns the exit status.
 
     Args:
-        argv: Files and options.
+        argv: Words after `plot`: files and options.
     """
     options = build_parser().parse_args(argv)
     try:

@@ -16,13 +16,13 @@ _MOST_TICKS = 9
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a picture over sizes.
+    """Holds the points of one line of a picture over sizes.
 
     Attributes:
-        label: In the legend.
-        sizes: In bytes, ascending.
-        microseconds: Of the in-place half.
-        busbw: In GB/s, of the in-place half.
+        label: Text in the legend.
+        sizes: Sizes of the tensor in bytes, ascending.
+        microseconds: Time of one in-place operation at each size.
+        busbw: Bus bandwidth of in-place operations in GB/s at each size.
     """
 
     label: str
@@ -71,11 +71,12 @@ def draw_sizes(records: dict[Path, PlotRecord], output: Path) -> list[Path]:
     """Draws bus bandwidth and time over size.
 
     Args:
-        records: Files of `gradwire bench -J`, all of one collective; the names tell several of them apart.
-        output: The pictures are named after it, with `-busbw` and `-time` before the ending.
+        records: File -> parsed output of `gradwire bench -J`, all of one collective. With several files the legend
+            has their names.
+        output: Path of a picture; `-busbw` and `-time` are inserted before its ending.
 
     Returns:
-        The files drawn.
+        Paths of the two pictures.
     """
     pyplot = load_pyplot()
     lines = [

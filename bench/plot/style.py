@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PlotRecord = dict[str, Any]
-"""JSON that `bench -J`, `compare --json`, `make run` or a trace wrote, read."""
+"""Parsed JSON from `bench -J`, `compare --json`, `make run` or a trace."""
 
 OURS, PEERS, BASELINE = "#0b6e4f", "#8d99ae", "#c1440e"
-"""gradwire, the others, and what speed-ups are measured against."""
+"""Colors of gradwire, of others, and of the baseline of speed-ups."""
 
 _FILE_FLAGS = ("-J", "--output_file", "--csv", "--json", "--plot")
 _CAPTION_WIDTH = 130
@@ -20,10 +20,10 @@ _DOTS_PER_INCH = 130
 
 
 def load_pyplot() -> Any:
-    """Imports matplotlib without a screen.
+    """Imports matplotlib.pyplot with a backend that needs no screen, and returns it.
 
     Raises:
-        RuntimeError: It is not installed.
+        RuntimeError: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -45,8 +45,8 @@ def save(figure: "Figure", output: Path, notes: list[str]) -> None:
     """Write a figure with a caption below it, and close it.
 
     Args:
-        figure: The finished figure; closed afterwards.
-        output: .png or .svg.
+        figure: Finished figure; closed afterwards.
+        output: Picture to write, .png, .svg or .pdf.
         notes: Paragraphs of the caption: machine, date, what the colours mean.
     """
     text = "\n".join(textwrap.fill(note, _CAPTION_WIDTH) for note in notes)
@@ -61,7 +61,7 @@ def shown_command(words: list[str]) -> str:
     """Return a command line for the caption, without the options that name its output files.
 
     Args:
-        words: As the user wrote them.
+        words: Words of the command line as the user typed them.
     """
     kept: list[str] = []
     names = iter(words)

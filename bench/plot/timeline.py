@@ -17,7 +17,7 @@ KIND = "gradwire trace"
 """Value of `otherData.kind` in a trace file."""
 
 MOST_RANKS = 8
-"""Most ranks that are drawn; of more, the earliest, the latest and some between."""
+"""Maximum number of ranks in a picture; of more, the earliest, the latest and some between are drawn."""
 
 BACKWARD, WAIT, CODEC, GATHER = "#cfd8dc", "#f2b8a0", "#7b4397", "#5fa8d3"
 COLOURS = {
@@ -30,7 +30,7 @@ COLOURS = {
 }
 
 WAITS_FOR = "wait for "
-"""Begins the name of an event in which a lane waits for a transfer, before its collective and level."""
+"""Prefix of the name of an event in which a lane waits for a transfer; the collective and level follow."""
 
 CLOSE = 0.015
 """Share of the picture's width below which the numbers of two buckets would overlap."""
@@ -41,14 +41,14 @@ _ROWS = {"step": "backward", "arrivals": "buckets"}
 
 @dataclass(frozen=True, slots=True)
 class TimelineBar:
-    """A rectangle in a rank's rows.
+    """Describes a rectangle in a rank's rows.
 
     Attributes:
-        began: In seconds.
-        ended: In seconds.
-        kind: One of `COLOURS`.
-        thin: Drawn inside another one.
-        text: Written on it, if there is room.
+        began: Left edge: time in seconds on the trace's clock.
+        ended: Right edge: time in seconds on the trace's clock.
+        kind: Key of `COLOURS`.
+        thin: True draws it with half the height, inside another one.
+        text: Label, written if there is room.
     """
 
     began: float
@@ -65,10 +65,10 @@ def is_trace(record: PlotRecord) -> bool:
 
 
 def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineBar]]]:
-    """Return rank -> row -> bars of one step: the step itself, and what the rank's lanes did in it.
+    """Returns rank -> row -> bars of one step: the step itself, arrivals of buckets, and each lane's activity.
 
     Args:
-        record: A trace.
+        record: Parsed trace.
         step: Number of the step.
 
     Raises:
@@ -157,14 +157,15 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
     """Draw one step of a trace.
 
     Args:
-        record: What `HookState.trace` wrote.
-        output: .png or .svg.
+        record: Parsed trace that `HookState.trace` wrote.
+        output: Picture to write, .png or .svg.
         step: Number of the step; None takes the one of median length.
 
     Raises:
         ValueError: The trace does not hold the step.
         RuntimeError: matplotlib is not installed.
     """
+    # What is drawn: the step's bars, and a row for each track of each shown rank.
     pyplot = load_pyplot()
     step = middle_step(record) if step is None else step
     rows = rows_of(record, step)
@@ -178,6 +179,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
     lines = [(rank, track) for rank in ranks for track in _tracks(rows[rank])]
     scale, unit = (1e3, "ms") if last - first < 1 else (1.0, "s")
     figure, axes = pyplot.subplots(figsize=(11, 1.4 + 0.27 * len(lines) + 0.1 * len(ranks)), layout="constrained")
+    # A height for each row, with a gap and a line between ranks.
     heights, at = {}, 0.0
     for place, (rank, track) in enumerate(lines):
         if place and lines[place - 1][0] != rank:
@@ -185,6 +187,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
             axes.axhline(at - 0.28, color="#e0e0e0", linewidth=0.8)
         heights[rank, track] = at
         at += 1.0
+    # The bars, and a dotted line at the last arrival of each bucket.
     for (rank, track), height in heights.items():
         bars = rows[rank][track] if track != "arrivals" else _readable(rows[rank][track], CLOSE * (last - first))
         for bar in bars:
@@ -193,6 +196,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
     for number in sorted({bar.text for bar in late}, key=int):
         latest = max(bar.began for bar in late if bar.text == number)
         axes.axvline((latest - first) * scale, color="#c1440e", linewidth=0.7, linestyle=":", zorder=0)
+    # Labels of rows and ranks, axes, legend and caption.
     axes.set_yticks(list(heights.values()), [_ROWS.get(track, track) for _, track in lines], fontsize=7)
     for rank in ranks:
         own = [height for (each, _), height in heights.items() if each == rank]

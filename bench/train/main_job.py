@@ -35,12 +35,12 @@ int8 sends the fewest bytes without costing loss, or a dense start that would be
 STEPS = 56
 """Steps of each hook."""
 LEAST_STEPS = 12
-"""Fewer say nothing of the loss."""
+"""Minimum number of steps of each hook: fewer say nothing about the loss."""
 BUDGET_SECONDS = 300.0
-"""Where a step takes so long that all of them would take longer, fewer are made."""
+"""Time limit of the whole run in seconds: if all steps would take longer, fewer are made."""
 STEPS_IN_COMPUTATIONS = 5.0
-"""What one step of each of `HOOKS` takes, in computations of a step: plain DDP 2, by the choice of the links' rate; the
-others less."""
+"""Estimated duration of one step of all `HOOKS` together, in units of a step's computation: plain DDP 2, by the choice
+of the links' rate; the others less."""
 CALIBRATION_STEPS = 8
 READABLE_MBIT = (5, 8, 10, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 150, 200, 300, 400)
 TIMEOUT_SECONDS = 900.0
@@ -62,15 +62,15 @@ def train_on(
 
     Args:
         cluster: Emulated cluster to run on; None for logical nodes on this machine.
-        nic_bits_per_second: Link rate that logical nodes assume; None if unknown.
         hooks: Names of the hooks to compare.
-        steps: Optimizer steps of each hook.
-        batch: Sequences per rank and step.
-        device: Where the model trains: cpu or cuda.
-        show: Print rank 0's lines as they come.
+        steps: Number of optimizer steps of each hook.
+        batch: Number of sequences per rank and step.
+        device: Device on which the model trains: cpu or cuda.
+        show: True prints rank 0's lines as they come.
+        nic_bits_per_second: Link rate that logical nodes assume; None if unknown. Ignored with a cluster.
 
     Raises:
-        RuntimeError: if a rank fails, with what it printed.
+        RuntimeError: A rank failed; the message has what it printed.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-job-") as folder:
         file = Path(folder, "results.json")
@@ -166,9 +166,9 @@ def result_table(results: list[TrainingResult], title: str, *, counted: bool = F
     """Return the table of the comparison.
 
     Args:
-        results: The others are compared with the first.
-        title: Where it ran.
-        counted: Show the bytes that a node would send and predicted seconds, because the links were not slow.
+        results: Results by hook; the first is the baseline of the speed-up.
+        title: Description of the nodes and links, above the table.
+        counted: True shows the bytes that a node would send, and predicted seconds, because the links were not slow.
     """
     figures = ["MB a node sends", "predicted s"] if counted else ["MB on a link", "s per step"]
     columns = right_columns(*figures, "loss at the end", "bits/byte", *(() if counted else ("speed-up",)))
@@ -247,7 +247,10 @@ def main(argv: list[str]) -> int:
     """Runs the main job and returns the exit status.
 
     Args:
-        argv: Options; none are needed.
+        argv: Words of the command line; no option is required.
+
+    Returns:
+        0, or 1 for a bad option or a failed rank.
     """
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.bench.train.main_job", description=(__doc__ or "").split("\n")[0]

@@ -17,8 +17,8 @@ class TransformerBlock(nn.Module):
         """Makes the layers.
 
         Args:
-            width: Numbers per position; a multiple of `heads`.
-            heads: Attention heads.
+            width: Features per position; a multiple of `heads`.
+            heads: Number of attention heads.
         """
         super().__init__()
         self.heads = heads
@@ -30,7 +30,7 @@ class TransformerBlock(nn.Module):
         self.perceptron_out = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, context, width) to the same shape; a position sees only those before it."""
+        """Maps (batch, context, width) to the same shape; a position attends to itself and those before it."""
         batch, context, width = x.shape
         packed = self.query_key_value(self.attention_norm(x)).view(batch, context, 3, self.heads, width // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4)
@@ -48,10 +48,10 @@ class ByteTransformer(nn.Module):
 
         Args:
             context: Longest sequence, in bytes.
-            width: Numbers per position.
-            layers: Blocks.
-            heads: Attention heads of each.
-            seed: Of the initial weights; the global generator is left alone.
+            width: Features per position; a multiple of `heads`.
+            layers: Number of blocks.
+            heads: Number of attention heads of each block.
+            seed: Seed of the initial weights; torch's global generator is not changed.
         """
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -75,7 +75,7 @@ def loss_in_nats(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) 
 
     Args:
         model: A ByteTransformer, wrapped in DDP or not.
-        inputs: (batch, context), int64.
-        targets: As `inputs`, one byte later.
+        inputs: Bytes, shape (batch, context), int64.
+        targets: Bytes that follow those of `inputs`, of the same shape and dtype.
     """
     return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

@@ -5,10 +5,10 @@ from gradwire.topology.wording import rate
 
 
 def tell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
-    """Return the sentences about a run; every figure was measured in it.
+    """Returns sentences about a run with emulated links; every figure was measured in it.
 
     Args:
-        results: Plain DDP first, which the others are compared with.
+        results: Results by hook; the first, plain DDP, is the baseline.
         bits_per_second: Rate of each node's link.
     """
     plain, *others = results
@@ -20,10 +20,10 @@ def tell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
 
 
 def foretell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
-    """Return the sentences about a run whose links could not be made slow: bytes are counted, seconds predicted.
+    """Returns sentences about a run whose links could not be made slow: bytes are counted, seconds predicted.
 
     Args:
-        results: Plain DDP first, which the others are compared with.
+        results: Results by hook; the first, plain DDP, is the baseline.
         bits_per_second: Rate of each node's link that the predictions assume.
     """
     plain, *others = results

@@ -15,7 +15,7 @@ def library_files(folder: Path | None = None) -> list[Path]:
     """Lists the library's Python files in an order that does not depend on the file system.
 
     Args:
-        folder: Where to look; this interpreter's standard library by default. Folders that not every machine has
+        folder: Folder to search; None takes this interpreter's standard library. Folders that not every machine has
             there are left out: packages installed below it, and Python's own tests.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
@@ -28,10 +28,10 @@ def library_text(folder: Path | None = None) -> torch.Tensor:
     """Returns the text of all files, one after the other: uint8, 1-d.
 
     Args:
-        folder: As in `library_files`.
+        folder: Folder to search; None takes this interpreter's standard library.
 
     Raises:
-        ValueError: if there is less than one block of text for training and one for validation.
+        ValueError: There is less than one block of text for training and one for validation.
     """
     text = b"".join(file.read_bytes() for file in library_files(folder))
     if len(text) < VALIDATION_EVERY * BLOCK_NBYTES:
@@ -43,10 +43,10 @@ def library_text(folder: Path | None = None) -> torch.Tensor:
 
 
 def split_text(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits a text into (training, validation), always alike.
+    """Splits a text into (training, validation), the same way each time: every 20th block is for validation.
 
     Args:
-        text: uint8, 1-d; every 20th block of 64 KiB goes to validation.
+        text: Bytes of the text, uint8, 1-d; a block has 64 KiB.
     """
     blocks = [text[start : start + BLOCK_NBYTES] for start in range(0, text.numel(), BLOCK_NBYTES)]
     training = [block for number, block in enumerate(blocks, start=1) if number % VALIDATION_EVERY != 0]
@@ -56,12 +56,12 @@ def split_text(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def batch_at(
     text: torch.Tensor, step: int, rank: int, *, batch: int, context: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws the batch of a step and a rank, the same one each time it is asked.
+    """Draws the batch of a step and a rank; the same arguments give the same batch.
 
     Args:
-        text: uint8, 1-d.
-        step: From 0.
-        rank: From 0; ranks draw different batches.
+        text: Bytes of the text, uint8, 1-d.
+        step: Number of the step, from 0.
+        rank: Number of the rank, from 0; ranks draw different batches.
         batch: Number of sequences.
         context: Bytes in a sequence.
 

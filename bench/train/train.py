@@ -51,7 +51,7 @@ def attach_hook(
     """Register a communication hook.
 
     Args:
-        model: Gets the hook; nothing is registered for `plain`.
+        model: Model that gets the hook, in place; nothing is registered for `plain`.
         hook: One of `HOOKS`; the word after the colon is the name of a compressor.
         nic_bytes_per_second: Rate of a node's link; None if unknown, then gradwire assumes one.
 
@@ -59,7 +59,7 @@ def attach_hook(
         The state of gradwire's hook; None for the others.
 
     Raises:
-        ValueError: if the hook is unknown.
+        ValueError: The hook is unknown.
     """
     check_hook(hook)
     name, _, compressor = hook.partition(":")
@@ -86,10 +86,10 @@ class HookTraining:
 
         Args:
             hook: One of `HOOKS`.
-            steps: Length of the learning rate's schedule.
+            steps: Length of the learning rate's schedule, in steps.
             context: Bytes in a sequence.
-            nic_bytes_per_second: As for `attach_hook`.
-            device: Where the model trains.
+            nic_bytes_per_second: Rate of a node's link; None if unknown, then gradwire assumes one.
+            device: Device on which the model trains.
         """
         self.hook = hook
         self.device = device
@@ -101,11 +101,11 @@ class HookTraining:
         self.batch = (torch.empty(0, context), torch.empty(0, context))
         """(inputs, targets) of the next step: (batch, context), int64, on `device`."""
         self.losses: list[float] = []
-        """The losses of this rank's batches, in nats per byte."""
+        """Loss of each of this rank's batches so far, in nats per byte."""
 
     @property
     def gradient_nbytes(self) -> int:
-        """Size of all gradients of one rank."""
+        """Returns the bytes of all gradients of one rank."""
         return sum(weights.numel() * weights.element_size() for weights in self.model.parameters())
 
     def take_step(self, _: int) -> None:
@@ -134,7 +134,7 @@ def _share_of_peak(step: int, steps: int) -> float:
 VALIDATION_BATCHES = 8
 LAST_STEPS = 10
 STEPS_TO_PREDICT = 4
-"""HookState.advise() wants three whole ones."""
+"""Steps before a prediction is possible: HookState.advise() needs three whole ones."""
 FIRST_STEPS = 2
 """Steps left out of the timing: DDP rebuilds its buckets after the first, gradwire connects its groups in it."""
 
@@ -148,9 +148,10 @@ class TrainingResult:
     gradient_nbytes: int
     """Size of all gradients of one rank."""
     seconds_per_step: float
-    """Median over the steps, of the slowest rank."""
+    """Duration of a step on the slowest rank, median over the steps."""
     nic_nbytes_per_step: float | None
-    """Median over the steps, of the busiest node and direction; None where it was not counted."""
+    """Bytes of a step on the busiest node's link, in its busier direction, median over the steps; None if not
+    counted."""
     first_loss: float
     final_loss: float
     """Training loss in nats per byte, mean of the last 10 steps over all ranks."""
@@ -160,13 +161,13 @@ class TrainingResult:
     report: str | None
     """The hook's own report, as text."""
     predicted_seconds: dict[str, float] | None = None
-    """Compressor that fits the optimizer -> seconds predicted from the start of a backward pass to the last gradient;
-    on rank 0, of gradwire without a compressor. None where the links' rate is not known."""
+    """Compressor that fits the optimizer -> seconds predicted from the start of a backward pass to the last gradient.
+    Set only on rank 0, for gradwire without a compressor; None also if the links' rate is unknown."""
     predicted_plain_seconds: float | None = None
-    """The same for plain DDP; where `predicted_seconds` is there."""
+    """Predicted seconds of the same for plain DDP; None if `predicted_seconds` is None."""
     node_nbytes_per_step: float | None = None
-    """What a node's ranks send to other nodes in a step, mean over nodes: by gradwire's own count of its transfers, for
-    the others as a ring of all ranks sends it. None without a second node, and where ranks are not dealt evenly."""
+    """Bytes that a node's ranks send to other nodes in a step, mean over nodes: counted from gradwire's transfers,
+    computed for a ring of all ranks for other hooks. None for one node, or if nodes have unequal numbers of ranks."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -202,15 +203,15 @@ def train(
     """Trains every model for the same steps on the same batches, in turns.
 
     Args:
-        trainings: Each changed in place.
-        text: The training text; uint8, 1-d.
-        steps: Optimizer steps of each.
-        batch: Sequences per rank and step.
+        trainings: Models with their hooks and optimizers; changed in place.
+        text: Training text, uint8, 1-d.
+        steps: Number of optimizer steps of each model.
+        batch: Number of sequences per rank and step.
         context: Bytes in a sequence.
-        interface: Whose bytes are counted; None counts nothing.
+        interface: Network interface whose bytes are counted; None counts nothing.
 
     Returns:
-        Seconds and bytes of each training's steps, alike on all ranks.
+        Seconds and bytes of each model's steps, equal on all ranks.
     """
     configurations = [Configuration(one.hook, one.take_step, one.end_step) for one in trainings]
 
@@ -243,9 +244,9 @@ def validate(training: HookTraining, text: torch.Tensor, *, batch: int, context:
     """Returns the bits per byte on text that was not trained on, the mean over all ranks.
 
     Args:
-        training: Left as it is.
-        text: The validation text; uint8, 1-d.
-        batch: Sequences at a time.
+        training: Training whose model is validated; not changed.
+        text: Validation text, uint8, 1-d.
+        batch: Number of sequences in a batch.
         context: Bytes in a sequence.
     """
     losses = []
@@ -300,10 +301,13 @@ def summarize(
 
 
 def predict(training: HookTraining) -> tuple[dict[str, float] | None, float | None]:
-    """See `TrainingResult.predicted_seconds` and `predicted_plain_seconds`.
+    """Predicts the backward pass's seconds with each compressor and under plain DDP.
 
     Args:
-        training: After its last step.
+        training: Training after its last step.
+
+    Returns:
+        `TrainingResult.predicted_seconds` and `predicted_plain_seconds`; (None, None) where they are not set.
     """
     state = training.state
     if state is None or state.config.compressor is not None:
@@ -321,10 +325,12 @@ def predict(training: HookTraining) -> tuple[dict[str, float] | None, float | No
 
 
 def node_nbytes(training: HookTraining) -> float | None:
-    """See `TrainingResult.node_nbytes_per_step`; all ranks call it together.
+    """Returns the bytes that a node sends to others in a step, `TrainingResult.node_nbytes_per_step`.
+
+    All ranks have to call it together.
 
     Args:
-        training: After its last step.
+        training: Training after its last step.
     """
     ranks, local = dist.get_world_size(), int(launcher_variables().get("LOCAL_WORLD_SIZE", "0"))
     if not 0 < local < ranks or ranks % local:
@@ -345,13 +351,13 @@ def node_nbytes(training: HookTraining) -> float | None:
 
 
 def rank_device(kind: str) -> torch.device:
-    """Returns this rank's device, made the current one; GPUs are dealt out in the order of the ranks.
+    """Selects this rank's device, makes it the current one and returns it; GPUs are assigned in the order of ranks.
 
-    The ranks of a logical or emulated cluster share the machine's GPUs, so it is not the local rank that counts; on a
-    cluster whose ranks fill one node after the other the two come to the same.
+    The ranks of a logical or emulated cluster share the machine's GPUs, so the global rank decides and not the local
+    one; on a cluster whose ranks fill one node after the other both give the same GPU.
 
     Args:
-        kind: cpu or cuda.
+        kind: `cpu` or `cuda`.
     """
     if kind == "cpu":
         return CPU
@@ -361,10 +367,10 @@ def rank_device(kind: str) -> torch.device:
 
 
 def run(options: argparse.Namespace) -> list[TrainingResult]:
-    """Trains as the options say, in the default process group.
+    """Trains in the default process group, and returns a result for each hook.
 
     Args:
-        options: Of `build_parser`.
+        options: Parsed options, see `build_parser`.
     """
     shape = {"batch": options.batch, "context": options.context}
     training, validation = split_text(library_text())
@@ -392,10 +398,10 @@ def run(options: argparse.Namespace) -> list[TrainingResult]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for options that make no sense, before the ranks meet.
+    """Raises ValueError for unusable options, before the ranks connect.
 
     Args:
-        options: Of `build_parser`.
+        options: Parsed options, see `build_parser`.
     """
     for name in ("steps", "batch", "context"):
         if getattr(options, name) < 1:
@@ -412,7 +418,7 @@ def main(argv: list[str]) -> int:
     """Trains as one rank of a job that torchrun or `gradwire emulate` started; returns the exit status.
 
     Args:
-        argv: Options.
+        argv: Words of the command line.
     """
     options = build_parser().parse_args(argv)
     try:

@@ -52,11 +52,11 @@ _LAST_LINES = 15
 
 @dataclass(slots=True)
 class ConfigurationRun:
-    """A script under one configuration, as its ranks report it.
+    """Collects the output of a script's ranks under one configuration.
 
     Attributes:
         name: Name of the configuration.
-        records: Rank -> what `compare_rank` reported of each step.
+        records: Rank -> records of its steps, as `compare_rank` printed them.
         other: Rank -> lines of the script's own output.
     """
 
@@ -65,7 +65,7 @@ class ConfigurationRun:
     other: dict[int, list[str]] = field(default_factory=dict)
 
     def line(self, rank: int, text: str) -> bool:
-        """Take in a line that a rank printed, and return whether it reports a step."""
+        """Stores a line that a rank printed; returns True if it is the record of a step."""
         found = _record(text)
         if found is None:
             self.other.setdefault(rank, []).append(text)
@@ -75,15 +75,18 @@ class ConfigurationRun:
 
     @property
     def gradient_nbytes(self) -> int:
-        """Size of the gradients of one step on one rank."""
+        """Returns the bytes of the gradients of one step on one rank; 0 before the first record."""
         return max((each["gradient_nbytes"] for own in self.records.values() for each in own), default=0)
 
     def result(self, ranks: int, counted: bool) -> ConfigurationResult:
-        """Return the figures of the steps after the warm-up, of the slowest rank and the busiest node.
+        """Returns the figures of the steps after the warm-up: time of the slowest rank, bytes of the busiest node.
 
         Args:
             ranks: Number of ranks in the job.
-            counted: Whether bytes of a network card were counted.
+            counted: True if the bytes of a network card were counted.
+
+        Returns:
+            The result; one with a `reason` and no figures if a rank made too few steps.
         """
         steps = min((len(own) for own in self.records.values()), default=0) if len(self.records) == ranks else 0
         if steps < WARM_UP_STEPS + 2:
@@ -110,14 +113,14 @@ class ConfigurationRun:
         )
 
     def unexpected_hook(self) -> str | None:
-        """Return the hook that the script registered itself, which ran in place of this one's; None without one."""
+        """Returns the name of a hook that the script registered itself and that ran instead; None if there is none."""
         hooks = {hook for own in self.records.values() for each in own for hook in each["hooks"]}
         expected = {hook.__name__ for name, hook in TORCH_HOOKS.items() if name == self.name}
         expected |= {"automatic_hook"} if self.name.startswith("gradwire") else set()
         return next(iter(sorted(hooks - expected - {""})), None)
 
     def _why_not(self, steps: int) -> str:
-        """Say why there are no figures, with the last line of the rank that reported least."""
+        """Returns why there are no figures, with the last error or line of the rank that reported the fewest steps."""
         ranks = sorted(self.other, key=lambda rank: len(self.records.get(rank, ())))
         said = [text for rank in ranks for text in self.other[rank] if text.strip()][-_LAST_LINES:]
         last = next((text for text in reversed(said) if "Error" in text), said[-1] if said else "nothing")
@@ -154,9 +157,9 @@ def run_emulated(options: argparse.Namespace, nodes: list[int], runs: "_Runs") -
     """Run the script under every configuration on one emulated cluster.
 
     Args:
-        options: Of the command line.
+        options: Parsed options of the command line.
         nodes: Number of ranks on each node.
-        runs: Takes what the ranks report.
+        runs: Collection that the output of the ranks is added to.
     """
     with EmulatedCluster(nodes, options.nic) as cluster:
         for name, hook in runs.configurations.items():
@@ -170,9 +173,9 @@ def run_given(options: argparse.Namespace, world: World, runs: "_Runs") -> None:
     """Run the script under every configuration as this rank of the job; all ranks call it together.
 
     Args:
-        options: Of the command line.
-        world: The ranks, which have met.
-        runs: Takes what the ranks report.
+        options: Parsed options of the command line.
+        world: Connected ranks of the job.
+        runs: Collection that the output of all ranks is added to.
     """
     start = world.start
     local = Counter(info.hostname for info in world.ranks)
@@ -207,17 +210,21 @@ def _command(options: argparse.Namespace, name: str, interface: str | None) -> l
 
 
 def _variables(hook: str) -> dict[str, str]:
-    """Return what chooses the configuration; variables of the user's that would choose another one are emptied."""
+    """Returns the environment variables that select a configuration, and empty those that would select another.
+
+    Args:
+        hook: Value of GRADWIRE_HOOK; empty registers no hook.
+    """
     return {AUTOMATIC: hook, "GRADWIRE_COMPRESSOR": ""}
 
 
 class _Runs:
-    """The runs of all configurations, those that are done and the one under way.
+    """Collects the runs of all configurations and shows their progress.
 
     Args:
-        configurations: See `configurations_of`.
-        steps: Steps of each run.
-        lines: Lines for a pipe or a log.
+        configurations: Name -> value of GRADWIRE_HOOK, see `configurations_of`.
+        steps: Number of steps of each run.
+        lines: Printer of progress lines, for a pipe or a log.
     """
 
     def __init__(self, configurations: dict[str, str], steps: int, lines: PlainLines) -> None:
@@ -229,17 +236,17 @@ class _Runs:
         self._task = TaskID(0)
 
     def draw_on(self, progress: Progress) -> None:
-        """Show the steps on a bar from now on."""
+        """Shows the steps on a progress bar from now on."""
         self._progress = progress
         self._task = progress.add_task("starting", total=len(self.configurations) * self._steps)
 
     def begin(self, name: str) -> None:
-        """Begin the run of a configuration: `take` belongs to it from now on."""
+        """Starts collecting for the next configuration: lines passed to `take` belong to it from now on."""
         self.found.append(ConfigurationRun(name))
         self.show(0)
 
     def take(self, rank: int, text: str) -> None:
-        """Take in a line that a rank printed."""
+        """Stores a line that a rank printed, and moves the bar if rank 0 finished a step."""
         if self.found[-1].line(rank, text) and rank == 0:
             self.show(len(self.found[-1].records[0]))
 
@@ -252,7 +259,15 @@ class _Runs:
         )
 
     def results(self, ranks: int, counted: bool) -> list[ConfigurationResult]:
-        """Return the figures of all configurations that have run, each with its speed-up over plain DDP."""
+        """Returns the figures of all configurations that have run, each with its speed-up over plain DDP.
+
+        Args:
+            ranks: Number of ranks in the job.
+            counted: True if the bytes of a network card were counted.
+
+        Raises:
+            RuntimeError: The script does not run under plain DDP.
+        """
         found = [run.result(ranks, counted) for run in self.found]
         plain = found[0]
         if plain.seconds is None or plain.speed_up_range is None:
@@ -272,8 +287,8 @@ def what_to_write(results: Sequence[ConfigurationResult], configurations: Mappin
     """Return the advice of a comparison: of the configurations that save most, the one that changes gradients least.
 
     Args:
-        results: Plain DDP first.
-        configurations: See `configurations_of`.
+        results: Figures of the configurations, plain DDP first.
+        configurations: Name -> value of GRADWIRE_HOOK, see `configurations_of`.
     """
     plain = results[0]
     assert plain.seconds is not None
@@ -307,9 +322,9 @@ def compare_script(options: argparse.Namespace, argv: list[str], start: Start | 
     """Run the script under each configuration; rank 0 prints the table and the advice, also after a signal.
 
     Args:
-        options: Of the command line.
-        argv: The words of the command line.
-        start: How a launcher started this rank; None emulates a cluster.
+        options: Parsed options of the command line.
+        argv: Words of the command line, for the report.
+        start: Place of this rank as a launcher set it; None emulates a cluster.
 
     Raises:
         ValueError: An option does not fit, or this machine cannot emulate a cluster.

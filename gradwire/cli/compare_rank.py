@@ -34,7 +34,8 @@ def main(argv: Sequence[str]) -> None:
     No rank waits for another one in a step that is reported, therefore, when the first process ends.
 
     Args:
-        argv: Steps, name of the configuration, interface whose bytes are counted (or empty), script, its arguments.
+        argv: Number of steps to report, name of the configuration, name of the interface whose bytes are counted (or an
+            empty text), the script, and its arguments.
     """
     steps, configuration, interface, *words = argv
     losses: list[Tensor] = []
@@ -63,7 +64,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _note_losses(losses: list[Tensor]) -> None:
-    """Add every scalar that the backward pass starts from, as float32 without a graph, to `losses`."""
+    """Patches `torch.autograd.backward` so that every scalar it starts from is appended to `losses`.
+
+    Args:
+        losses: List that receives the scalars: float32, shape (), without a graph.
+    """
     original = torch.autograd.backward
 
     @wraps(original)

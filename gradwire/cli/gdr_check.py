@@ -30,7 +30,7 @@ from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host, 
 from gradwire.topology.printable import printable
 
 JOB_OPTIONS = frozenset({"--json", "--prove", "--all-pairs"})
-"""Options of a look at the job. With any other one a description is looked at, by the first rank of each host."""
+"""Options with which the whole job is checked. With any other option the first rank of each host runs by itself."""
 PROVE_COMMAND = (sys.executable, "-P", "-m", "gradwire.cli.gdr_prove")
 """The all-reduce that `--prove` runs in a child process of every rank."""
 _TIMEOUT = timedelta(minutes=10)  # a probe with two all-reduces may take six
@@ -101,7 +101,7 @@ def check(argv: Sequence[str], job: JobRank | None = None) -> int:
 
     Args:
         argv: Words after `gdr-check`.
-        job: The job that this process is a rank of; then only rank 0 prints.
+        job: Job that this process is a rank of, in which only rank 0 prints; None checks this process's host alone.
 
     Returns:
         0 pass, 1 warning, 2 failure or bad usage, 3 not known.

@@ -49,7 +49,7 @@ PRESETS: dict[str, Callable[[], Machine]] = {
     "cpu_only": presets.cpu_only,
 }
 ASSUMED = "pcie_box"
-"""The machine where none is given: who comes with a slow link has no DGX."""
+"""Preset that is used if neither --preset nor --topology is set: users with slow links have no DGX."""
 MOST_RANKS_OF_A_NODE = 1024
 MOST_RANKS = 2**17
 """Planning for more takes minutes."""
@@ -72,7 +72,15 @@ OPTIMIZERS = (ANY_OPTIMIZER, "sgd", "adam", "adamw", "lamb", "adagrad", "muon", 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A checked question of the command line: machine, options, gradients and workload."""
+    """Holds the checked inputs of a prediction: machine, options, gradients and workload.
+
+    Attributes:
+        machine: One of the nodes.
+        options: Parsed options of the command line.
+        layout: Shapes of the parameters.
+        workload: Gradients and computation of one step.
+        assumed_compute: Device whose computing time is assumed, in words; empty if the user set the time.
+    """
 
     machine: Machine
     options: argparse.Namespace
@@ -304,7 +312,7 @@ def ranks_of(machine: Machine, options: argparse.Namespace) -> int:
 
     Args:
         machine: One of the nodes.
-        options: Of the command line.
+        options: Parsed options; `ranks_per_node` takes precedence over the machine's GPUs and sockets.
     """
     sockets = len({cpu.socket for cpu in machine.cpus})
     return max(options.ranks_per_node, default=0) or len(machine.gpus) or sockets or 1
@@ -314,7 +322,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
     """Return the machine that the nodes are made of.
 
     Args:
-        options: Of the command line.
+        options: Parsed options: `topology`, else `preset`, else the assumed machine.
 
     Raises:
         TopologyError: The topology file cannot be used.
@@ -328,11 +336,11 @@ def spelled(name: str) -> str:
 
 
 def forward_seconds(options: argparse.Namespace, backward_seconds: float) -> float:
-    """Return the seconds of a forward pass: half of a backward pass unless given.
+    """Returns the seconds of a forward pass: `--forward-ms`, else half of a backward pass.
 
     Args:
-        options: Of the command line.
-        backward_seconds: Of a backward pass.
+        options: Parsed options of the command line.
+        backward_seconds: Duration of a backward pass.
     """
     return backward_seconds * FORWARD_SHARE if options.forward_ms is None else options.forward_ms / 1e3
 
@@ -344,12 +352,12 @@ def _round_trip(options: argparse.Namespace) -> float:
 
 
 def question_about(model: PublicModel, machine: Machine, options: argparse.Namespace) -> Question:
-    """Return the question about a public model: its shapes, and its assumed backward time unless one is given.
+    """Returns the question about a public model, with its assumed backward time unless `--backward-ms` is set.
 
     Args:
-        model: The model.
+        model: Public model, scaled to the machine's devices.
         machine: One of the nodes.
-        options: Checked.
+        options: Parsed and checked options.
     """
     layout = layout_of(model.shapes)
     seconds = options.backward_ms / 1e3 or model.backward_seconds
@@ -453,11 +461,11 @@ def _answer_models(options: argparse.Namespace) -> None:
 
 
 def machine_words(machine: Machine, options: argparse.Namespace) -> str:
-    """`4 GPUs (NVIDIA A10)`: what a node of the table is.
+    """Describes a node of the table in words: `4 GPUs (NVIDIA A10)`.
 
     Args:
         machine: One of the nodes.
-        options: Checked.
+        options: Parsed and checked options.
     """
     ranks = max(options.ranks_per_node, default=0) or max(1, len(machine.gpus))
     names = sorted({gpu.name for gpu in machine.gpus if gpu.name})
@@ -470,8 +478,11 @@ def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, in
     """Return the layout of a gradient and its bytes in float32.
 
     Args:
-        model: A JSON file with the parameters, or None.
-        megabytes: Size of the gradient where there is no file; square matrices are assumed.
+        model: JSON file with the parameters; None takes `megabytes` instead.
+        megabytes: Size of the gradient in 10^6 bytes if there is no file; square matrices are assumed.
+
+    Returns:
+        (shapes of the parameters, bytes of the gradient in float32).
 
     Raises:
         ValueError: The file does not describe parameters.

@@ -29,22 +29,22 @@ class Ask(Protocol):
         """Return the predictions for a model on a cluster.
 
         Args:
-            model: The model.
+            model: Public model.
             nodes: Number of nodes; one has no network.
             rate: Rate of a NIC, such as `10gbit`.
-            cards: Number of NICs a node.
-            halved: Whether all gradients are sent in 16 bits.
+            cards: Number of NICs of a node.
+            halved: True sends all gradients in 16 bits.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One model on one cluster.
+    """Holds the predictions for one model on one cluster.
 
     Attributes:
-        model: The model.
+        model: Public model.
         nodes: Number of nodes.
-        link: The link in words.
+        link: Link of a node in words.
         alone_seconds: Duration of a step on one node.
         seconds: Column -> duration of a step.
     """
@@ -56,7 +56,7 @@ class ModelRow:
     seconds: dict[str, float]
 
     def gain(self, column: str) -> float:
-        """Return the throughput of all nodes relative to one."""
+        """Returns the throughput of all nodes relative to one, for a column of the table."""
         return self.nodes * self.alone_seconds / self.seconds[column]
 
 
@@ -68,8 +68,8 @@ def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
     while the next ones compute.
 
     Args:
-        models: Which.
-        ask: Prices one of them on one cluster.
+        models: Models of the table, in its order.
+        ask: Function that predicts one model on one cluster.
     """
     for nodes in NODES:
         for model in models:
@@ -111,9 +111,9 @@ def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
     """Print a table for each number of nodes.
 
     Args:
-        console: Where to; one that highlights nothing.
-        found: What `rows` gave.
-        machine: The nodes, in words.
+        console: Console to print to, without highlighting.
+        found: All rows, as `rows` yields them.
+        machine: Description of a node, in words.
     """
     for nodes in NODES:
         table = Table(title=f"{nodes} nodes: {machine}; milliseconds a step", box=SIMPLE_HEAD, padding=0)
@@ -131,11 +131,11 @@ def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
 
 
 def as_markdown(found: Sequence[ModelRow], machine: str) -> str:
-    """Return the tables in Markdown.
+    """Returns the tables in Markdown.
 
     Args:
-        found: What `rows` gave.
-        machine: The nodes, in words.
+        found: All rows, as `rows` yields them.
+        machine: Description of a node, in words.
     """
     lines = []
     for nodes in NODES:
@@ -156,10 +156,10 @@ def _cell(row: ModelRow, column: str) -> str:
 
 
 def as_objects(found: Sequence[ModelRow]) -> list[dict[str, object]]:
-    """Return the rows as dictionaries.
+    """Returns the rows as dictionaries for JSON.
 
     Args:
-        found: What `rows` gave.
+        found: All rows, as `rows` yields them.
     """
     return [
         {
@@ -175,10 +175,10 @@ def as_objects(found: Sequence[ModelRow]) -> list[dict[str, object]]:
 
 
 def legend(found: Sequence[ModelRow]) -> str:
-    """What the columns are, and what was assumed.
+    """Returns a paragraph that explains the columns and lists the assumed computing time of each model.
 
     Args:
-        found: What `rows` gave.
+        found: All rows, as `rows` yields them.
     """
     models = {row.model.name: row.model for row in found}.values()
     assumed = "; ".join(

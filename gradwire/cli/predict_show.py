@@ -62,7 +62,7 @@ class Gains:
 
     @property
     def one_is_faster(self) -> bool:
-        """Whether one node alone trains at least as fast as all of them with any plan here."""
+        """Returns whether one node alone trains at least as fast as all of them with any plan here."""
         return max(self.exact, self.flat, self.recommended) <= 1
 
     def as_json(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ class Answer(Generic[Load, Found]):
     """Predictions for one cluster and workload.
 
     Attributes:
-        cluster: The cluster.
+        cluster: Cluster that the predictions are for.
         workload: Gradients and computation of one step.
         advice: Predictions and recommendation.
         planning_seconds: Time that predicting took.
@@ -106,10 +106,10 @@ class Answer(Generic[Load, Found]):
     assumed_compute: str = ""
 
     def around(self, rest: Object) -> Object:
-        """Return the answer as a dictionary.
+        """Returns the answer as a dictionary for JSON.
 
         Args:
-            rest: Entries of this kind of training.
+            rest: Further entries, which depend on the kind of training.
         """
         return {
             "cluster": self.cluster.describe(),
@@ -157,13 +157,13 @@ def as_json(answer: Answer[Workload, Advice]) -> Object:
 
 
 def break_even(nodes: int, advice: Advice) -> str:
-    """Return a sentence with the computing time a step above which several nodes beat one; empty for one node.
+    """Returns a sentence with the computing time of a step above which several nodes beat one; empty for one node.
 
-    For questions that give no computing time; by the model of `comms/plan/overlap.py`.
+    It is for questions without a computing time. Source: the model in `comms/plan/overlap.py`.
 
     Args:
         nodes: Number of nodes.
-        advice: Predictions for all of them.
+        advice: Predictions for all nodes together.
     """
     if nodes < 2:
         return ""
@@ -206,15 +206,16 @@ def _candidate(one: Candidate) -> Object:
 def as_table(
     console: Console, answer: Answer[Workload, Advice], *, everything: bool = False, assumed: str = ""
 ) -> None:
-    """Print the advice: the gain of the nodes, the recommendation, then the rows that matter for it.
+    """Prints the advice: the gain of the nodes, the recommendation, then the rows that matter for it.
 
     Args:
-        console: Where to; one that highlights nothing.
-        answer: What was found.
-        everything: Every row, with what other libraries run.
-        assumed: Which machine was taken because none was given.
+        console: Console to print to, without highlighting.
+        answer: Predictions and recommendation.
+        everything: True prints every row, also those of other libraries.
+        assumed: Name of the preset that was assumed because the user set no machine; empty if one was set.
     """
     cluster, workload, advice, gains = answer.cluster, answer.workload, answer.advice, answer.gains
+    # First the gain over one node, and what to use instead if there is none.
     chosen, known = advice.recommend, workload.backward_seconds > 0
     first = str(gains) if gains is not None else break_even(len(cluster.nodes), advice)
     if first:
@@ -224,6 +225,7 @@ def as_table(
         console.print(f"recommended: {RARELY_OR_ALONE}", style="bold")
         console.print("write: outer = gradwire.Outer(model, optimizer)", markup=False)
         console.print("Where it ends, and its settings: docs/how-to/slow_links.md.\n")
+    # The recommendation, how to write it, and why.
     choice = f"plan {chosen.plan}, compressor {chosen.compressor}"
     console.print(
         f"{'with gradients at every step' if alone else 'recommended'}: {choice}",
@@ -236,6 +238,7 @@ def as_table(
             f"Its first {dense} steps travel exactly (warmup_steps) and take {exact} ms: a short trial measures those."
         )
     console.print(f"{chosen.why}\n")
+    # The inputs of the prediction, with everything that was assumed.
     console.print(
         f"{describe_cluster(cluster)}"
         + (f" (assumed: {assumed}; --preset or --topology says which)" if assumed else "")
@@ -249,6 +252,7 @@ def as_table(
             "it as --backward-ms.",
             markup=False,
         )
+    # The table, fastest step first after the recommended one, and its legend and notes.
     table = table_of("", "plan", "compressor", "step ms", "comm ms", "NIC MB", *(["adds ms"] if known else []), "limit")
     shown = advice.candidates if everything else candidates_that_matter(advice, answer.torch_hook)
     for candidate in sorted(

@@ -115,13 +115,13 @@ def _print(machine: Machine, options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankMachine:
-    """Report of one rank of a job: its host, its machine as JSON, and the variables that select its GPUs."""
+    """Holds what one rank of a job sends to the others: its host, its machine as JSON, its GPU variables."""
 
     host: tuple[str, ...]
     local_rank: int
     machine: str
     visible: Mapping[str, str] = field(default_factory=dict)
-    """Its environment's `topology.visible.VARIABLES`."""
+    """Name -> value of those variables in `topology.visible.VARIABLES` that are set in the rank's environment."""
 
 
 def show_job(reports: list[RankMachine]) -> int:
