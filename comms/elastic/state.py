@@ -65,16 +65,16 @@ class ElasticHookState(HookState):
 
     @property
     def view(self) -> View:
-        """See `OptionalMembers.view`."""
+        """The present ranks and this rank's number among them; see `OptionalMembers.view`."""
         return super().view if self._elastic.resilient_ops is None else self._elastic.resilient_ops.view
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """See `OptionalMembers.changes`."""
+        """The changes of the ranks so far, oldest first; see `OptionalMembers.changes`."""
         return super().changes if self._elastic.resilient_ops is None else tuple(self._elastic.resilient_ops.changes)
 
     def admit_joining(self) -> None:
-        """See `OptionalMembers.admit_joining`."""
+        """Admits the processes that wait to join, between two steps; see `OptionalMembers.admit_joining`."""
         self._elastic.admit_joining()
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class LaneExecutor(Executor):
         hold: bool = False,
         after: float = 1.0,
     ) -> None:
-        """See `Executor.start`."""
+        """Queues the chunks of an all-reduce for the lanes' threads, and returns at once; see `Executor.start`."""
         now = self.stats.clock.now()
         run = RunningAllReduce(
             all_reduce,
@@ -124,7 +124,7 @@ class LaneExecutor(Executor):
         self._submit(_ChunkJob(steps, name="migration of compression state"))
 
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
-        """See `Executor.run_chunk`; the last chunk to end completes the all-reduce."""
+        """Takes one chunk through its phases; the last one to end completes the futures. See `Executor.run_chunk`."""
         if self.failures.error is not None:
             self._raise_failure()
         yield from self._programs.run_chunk(run, chunk)
@@ -142,7 +142,10 @@ class LaneExecutor(Executor):
             finish(run.all_reduce, run.flat, None, now)
 
     def close(self, seconds: float | None = None) -> bool:
-        """See `Executor.close`. Does not wait if a lane's own thread calls it, as the garbage collector may."""
+        """Waits for the all-reduces in flight and ends the threads of all lanes; see `Executor.close`.
+
+        Does not wait if a lane's own thread calls it, as the garbage collector may.
+        """
         self._lanes.close()
         if threading.current_thread() in list(self._threads.values()):
             return True
@@ -177,7 +180,7 @@ class LaneExecutor(Executor):
 
     @property
     def has_ended(self) -> bool:
-        """See `Executor.has_ended`."""
+        """Whether the threads of all lanes have ended; see `Executor.has_ended`."""
         return not any(thread.is_alive() for thread in list(self._threads.values()))
 
     def _submit(self, job: _ChunkJob) -> None:
@@ -263,7 +266,7 @@ class LaneExecutor(Executor):
             return next(job.steps, None)
 
     def oldest(self) -> WaitingAllReduce | None:
-        """See `Executor.oldest`."""
+        """Returns the position of the oldest all-reduce in flight; None if there is none. See `Executor.oldest`."""
         for job in self._lanes.under_way():
             assert isinstance(job, _ChunkJob)
             run = job.run

@@ -61,7 +61,7 @@ class DevicePrograms(Programs):
     def issue(
         self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float, rings: Sequence[tuple[int, int]] = ()
     ) -> Work:
-        """See `Programs.issue`; also records the time that issuing takes on the host."""
+        """Issues one transfer, and records the time that this takes on the host; see `Programs.issue`."""
         if self._stats.recorder is None:
             return super().issue(flat, transfer, lane, scale, rings)
         with self._stats.recorder.host_range(f"{transfer.op} among {len(transfer.members)} ranks"):
@@ -126,7 +126,9 @@ class StreamExecutor(Executor):
         hold: bool = False,
         after: float = 1.0,
     ) -> None:
-        """See `Executor.start`. Issues the collectives after the work on the current stream; the host does not wait.
+        """Issues an all-reduce on side streams, after the work on the current stream; the host does not wait.
+
+        See `Executor.start` for the arguments.
 
         The reducing phases of a chunk are issued at once. Its all-gathers are issued after the reducing phases of the
         next chunk, which may be of the next bucket. A communicator runs its collectives in the order of issue, so
@@ -261,7 +263,7 @@ class StreamExecutor(Executor):
                 pass
 
     def release(self) -> None:
-        """See `Executor.release`."""
+        """Issues the all-gathers that `start` has held back; see `Executor.release`."""
         if self._closed and self._held is None and self.failures.error is None:
             return
         self._raise_failure()
@@ -283,13 +285,13 @@ class StreamExecutor(Executor):
         self._issued = 0  # the same bucket travels on the same stream in each step
 
     def extremes(self) -> list[Tensor]:
-        """See `Executor.extremes`."""
+        """Returns the least and largest averages since the last call; see `Executor.extremes`."""
         extremes, self._extremes = self._extremes, []
         return extremes
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """See `Executor.exclusive`."""
+        """Runs the caller's block with nothing in flight beside it; see `Executor.exclusive`."""
         self.release()
         with self._streams.exclusive():
             yield
@@ -299,11 +301,11 @@ class StreamExecutor(Executor):
         return None
 
     def sync_current_stream(self) -> None:
-        """See `Executor.sync_current_stream`."""
+        """Makes the current stream wait for everything issued so far; see `Executor.sync_current_stream`."""
         self._streams.sync_current_stream()
 
     def close(self, seconds: float | None = None) -> bool:
-        """See `Executor.close`: waits for the device, which may be several steps behind the host.
+        """Waits for the device, which may be several steps behind the host, and ends; see `Executor.close`.
 
         A rank failure during the wait calls `interrupt`, which ends it.
         """
@@ -318,7 +320,7 @@ class StreamExecutor(Executor):
 
     @property
     def has_ended(self) -> bool:
-        """See `Executor.has_ended`: it has no threads."""
+        """True: this executor has no threads; see `Executor.has_ended`."""
         return True
 
     @property
@@ -348,7 +350,7 @@ class StreamExecutor(Executor):
         self._raise_failure()
 
     def interrupt(self, error: Exception) -> None:
-        """See `Executor.interrupt`.
+        """Aborts everything in flight because of an error on this rank or another; see `Executor.interrupt`.
 
         Aborts NCCL's communicators, so that a device that waits for a failed rank continues. The gradients of this step
         are undefined then, and `poison` makes one NaN. The next all-reduce, the end of the step, or the optimizer's
@@ -359,18 +361,18 @@ class StreamExecutor(Executor):
         self.failures.fail(self.activity, range(self._size), error, first=give_up)
 
     def poison(self, bucket: Bucket) -> None:
-        """See `Executor.poison`."""
+        """Makes the last bucket's average NaN if this rank aborts before it is done; see `Executor.poison`."""
         if bucket.flat.is_floating_point() and bucket.flat.numel():
             bucket.result().wait()  # done for the host since it was issued
             self._streams.verdict.apply_to(bucket.flat)
 
     @property
     def failure(self) -> CollectiveError | None:
-        """See `Executor.failure`."""
+        """The first failure, after waiting for its diagnosis if `interrupt` was called; see `Executor.failure`."""
         return self.failures.diagnosed() if self._interrupted else self.failures.error  # by whoever has interrupted
 
     def raise_failure(self) -> None:
-        """See `Executor.raise_failure`."""
+        """Raises the first failure if `interrupt` was called; see `Executor.raise_failure`."""
         if self._interrupted:
             self._raise_failure()
 

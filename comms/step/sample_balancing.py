@@ -243,12 +243,12 @@ class SpeedBatchSampler(Sampler[list[int]]):
 
     @property
     def place(self) -> int:
-        """See `SampleAssigner.place`."""
+        """Number of the next batch that this rank will draw; see `SampleAssigner.place`."""
         return self._next
 
     @property
     def checksum(self) -> int:
-        """See `SampleAssigner.checksum`."""
+        """CRC-32 of the settings and of the assignment; see `SampleAssigner.checksum`."""
         settings = [getattr(self, name) for name in SAVED]
         return zlib.crc32(repr((settings, self._epoch, self._assignments)).encode())
 
