@@ -1,4 +1,4 @@
-"""What every command shares in listening: a parser, bounds of numbers, places to write to, all checked beforehand."""
+"""Shared input of all commands: a parser, and checks of numbers, files and modules before anything starts."""
 
 import argparse
 import importlib
@@ -19,22 +19,26 @@ from gradwire.topology.printable import printable
 from gradwire.topology.readers.files import MAX_NBYTES, read_text
 
 MOST_SECONDS = 366 * 86_400
-"""A year: nobody waits longer, and torch counts time-outs in milliseconds of 64 bits."""
+"""Upper limit of options in seconds, about a year; torch's timeouts, in milliseconds of 64 bits, allow more."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser with the commands' own form of errors, without escape sequences."""
+    """argparse's parser, with errors in the form of all commands' errors and without escape sequences."""
 
     def error(self, message: str) -> NoReturn:
-        """Print what went wrong and end with status 2."""
+        """Prints an error on stderr, and ends the process with status 2.
+
+        Args:
+            message: Message of argparse.
+        """
         self.exit(2, f"{self.prog}: {printable(in_one_form(message))}\n")
 
     def parse_naming(self, argv: Sequence[str], option: str) -> argparse.Namespace:
-        """Parses the words of a command that takes a file by an option alone; ends with status 2 where it cannot.
+        """Parses the words of a command that takes a file only by an option; exits with status 2 on an error.
 
         Args:
-            argv: The words behind the command.
-            option: Which one that is; who gives the file without it is told: `--from`.
+            argv: Words of the command line after the command.
+            option: Option that takes the file, such as `--from`; the error about a file without it names it.
         """
         options, left = self.parse_known_args(argv)
         if files := [word for word in left if not word.startswith("-")]:
@@ -45,10 +49,11 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def in_one_form(message: str) -> str:
-    """Return an error message of argparse in the form of all others: `--model`: found 'gpt', wanted one of gpt2, ...
+    """Returns an error message of argparse in the form of all others: `--model`: found 'gpt', wanted one of gpt2, ...
 
     Args:
-        message: As `ArgumentParser.error` is given it, in English; what it does not recognize stays as it is.
+        message: English message as argparse passes it to `ArgumentParser.error`; of an unknown form, it is returned
+            unchanged.
     """
     if (unknown := re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL)) is not None:
         return f"`{unknown[1]}`: found an unknown option, wanted one of those that --help lists"
@@ -64,10 +69,10 @@ def in_one_form(message: str) -> str:
 
 
 def add_import_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Adds `--import MODULE`, for codecs of the user's own.
+    """Adds `--import MODULE`, which imports modules that register codecs of the user's own.
 
     Args:
-        parser: A command's, or a group of it.
+        parser: Parser of a command, or a group of its options; the option is added in place.
     """
     parser.add_argument(
         "--import",
@@ -80,13 +85,13 @@ def add_import_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup)
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Imports what `--import` names, from the current folder as well.
+    """Imports the modules of `--import`; the current folder is added to sys.path for them.
 
     Args:
-        names: Of modules, as Python's `import` takes them.
+        names: Names of modules, as Python's `import` takes them.
 
     Raises:
-        ValueError: One of them does not exist, or raises.
+        ValueError: A module does not exist, or raises an exception.
     """
     if names and (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
@@ -101,43 +106,43 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def check_number(option: str, value: float | None, least: float, most: float) -> None:
-    """Refuse a number out of range; None passes.
+    """Checks that the number of an option is in range.
 
     Args:
-        option: As the user wrote it: `--nodes`.
-        value: What argparse made of it; NaN is in no range.
-        least: The smallest that makes sense.
-        most: The largest.
+        option: Name of the option, such as `--nodes`.
+        value: Value of the option; None is always accepted, NaN never.
+        least: Smallest accepted value.
+        most: Largest accepted value.
 
     Raises:
-        ValueError: It is out of range.
+        ValueError: The number is out of range.
     """
     if value is not None and not least <= value <= most:
         raise ValueError(f"`{option}`: found {_short(value)}, wanted {_short(least)} to {_short(most)}")
 
 
 def _short(value: float) -> str:
-    """Whole numbers in full, as far as a reader can tell them apart."""
+    """Formats a number for an error message: whole numbers in full up to 15 digits, others by six digits."""
     if isinstance(value, int) or (math.isfinite(value) and value == round(value)):
         return f"{value:.0f}" if abs(value) < 10**15 else f"{value:.1e}" if abs(value) < 1e300 else "too large to write"
     return f"{value:g}"
 
 
 def memory_nbytes() -> int:
-    """Bytes of memory that this machine has."""
+    """Returns the bytes of memory that this machine has in total."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_memory(option: str, nbytes: float, what: str) -> None:
-    """Refuses what cannot fit into this machine's memory.
+    """Checks that something fits into this machine's memory.
 
     Args:
-        option: The one to make smaller.
-        nbytes: What is needed at least.
-        what: What for.
+        option: Name of the option that makes it smaller.
+        nbytes: Least number of bytes that it needs.
+        what: Words for what needs them, in the plural, for the error message.
 
     Raises:
-        ValueError: This machine has less.
+        ValueError: This machine has less memory.
     """
     if nbytes > memory_nbytes():
         raise ValueError(
@@ -147,16 +152,16 @@ def check_memory(option: str, nbytes: float, what: str) -> None:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Opens a file for writing and closes it, so that nothing is measured in vain.
+    """Checks that a file can be written, before a measurement whose result would be lost otherwise.
 
-    What is in it stays, and a file that was not there is not there afterwards.
+    An existing file keeps its content, and a file that did not exist does not exist afterwards.
 
     Args:
-        option: As the user wrote it: `--json`.
-        path: Where the command will write; None and `STDOUT` pass.
+        option: Name of the option, such as `--json`.
+        path: File that the command will write; None and `STDOUT` are always accepted.
 
     Raises:
-        ValueError: Nothing can be written there.
+        ValueError: The file cannot be written.
     """
     if path is None or path == STDOUT:
         return
@@ -175,17 +180,24 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Makes sure that a name is one of a picture.
+    """Checks that the name of a file is one of a picture.
+
+    Args:
+        option: Name of the option, such as `--plot`.
+        path: File that the command will write.
 
     Raises:
-        ValueError: It ends in something else.
+        ValueError: The name ends neither in .png nor in .svg.
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"`{option}`: found {path}, wanted a name that ends in .png or .svg")
 
 
 def check_can_plot(option: str) -> None:
-    """Makes sure that a picture can be drawn.
+    """Checks that a picture can be drawn.
+
+    Args:
+        option: Name of the option, such as `--plot`.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -195,15 +207,15 @@ def check_can_plot(option: str) -> None:
 
 
 def read_input(option: str, path: Path, most_nbytes: int = MAX_NBYTES) -> str:
-    """The text of a regular file of sensible size.
+    """Returns the text of a file that an option names.
 
     Args:
-        option: As the user wrote it.
-        path: Which file.
-        most_nbytes: The largest that is read.
+        option: Name of the option, such as `--replay`.
+        path: File to read, which must be a regular one.
+        most_nbytes: Largest size that is read, in bytes.
 
     Raises:
-        ValueError: It cannot be read, is too large, or is no text.
+        ValueError: The file cannot be read, is too large, or is no text.
     """
     try:
         return read_text(path, most_nbytes)

@@ -1,4 +1,4 @@
-"""Configurations take turns step by step in one process group, so that other load on the machine slows all alike."""
+"""Timing of several configurations in turns, step by step in one process group: other load then slows all alike."""
 
 import statistics
 import time
@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 
 Progress = Callable[[str, int, int], None]
-"""Called on rank 0 after each turn with (name of the configuration, turns taken, turns in all)."""
+"""Callback on rank 0 after each turn: (name of the configuration, number of finished turns, number of all turns)."""
 
 
 @dataclass(slots=True)
 class Configuration:
-    """One of the things that are compared: the same work for all, averaged by its own hook or algorithm.
+    """Configuration to compare with others: the work of one step, with its own hook or algorithm, and its measurements.
 
     Attributes:
-        name: As the table shows it.
-        step: Does the work once on this rank; it is given the number of the round.
-        after: Called after each step, outside the clock.
-        seconds: Of each timed round, the slowest rank's.
-        nic_nbytes: Of each timed round, the most that any node sent or received.
+        name: Name of the configuration in the table.
+        step: Function that does the work of one step on this rank, called with the number of the round.
+        after: Function called with the number of the round after each step, which is not timed; None for none.
+        seconds: Time of each timed round on its slowest rank.
+        nic_nbytes: For each timed round, the bytes that the busiest node sent or received, whichever is more.
     """
 
     name: str
@@ -33,19 +33,22 @@ class Configuration:
 
     @property
     def median_seconds(self) -> float:
-        """Median over the timed rounds."""
+        """Median of `seconds` over the timed rounds."""
         return statistics.median(self.seconds)
 
     @property
     def median_nic_nbytes(self) -> float:
-        """Median over the timed rounds."""
+        """Median of `nic_nbytes` over the timed rounds."""
         return statistics.median(self.nic_nbytes)
 
 
 def nic_nbytes(interface: str | None) -> tuple[int, int]:
-    """(sent, received) bytes of an interface of this rank's own node, Ethernet headers included; zeros without one.
+    """Reads how many bytes a network interface of this rank's node has (sent, received), with Ethernet headers.
 
     Source: Linux Documentation/ABI/testing/sysfs-class-net-statistics.
+
+    Args:
+        interface: Name of the interface; None returns zeros.
     """
     if interface is None:
         return 0, 0
@@ -62,22 +65,23 @@ def take_turns(
     before_round: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Lets every configuration do its step in every round; all ranks call this together.
+    """Runs and times one step of each configuration in every round. Collective.
 
     Args:
-        configurations: Their `seconds` and `nic_nbytes` are appended to, alike on all ranks.
-        rounds: Timed rounds.
-        warmup: Rounds before them that are not kept: connections are made and DDP rebuilds its buckets there.
-        interface: Whose bytes are counted, for example `eth0`; None counts nothing.
-        before_round: Called with the number of each round before its turns, outside the clock.
-        progress: Called on rank 0.
+        configurations: Configurations to time; their `seconds` and `nic_nbytes` are extended in place, with the same
+            values on all ranks.
+        rounds: Number of timed rounds.
+        warmup: Number of rounds before them that are not recorded: connections are made, and DDP rebuilds its buckets.
+        interface: Network interface whose bytes are counted, for example `eth0`; None counts nothing.
+        before_round: Callback with the number of a round before its turns, which is not timed; None for none.
+        progress: Callback on rank 0 after each turn; None for none.
     """
     turns = 0
     for number in range(warmup + rounds):
         if before_round is not None:
             before_round(number)
         for configuration in configurations:
-            # The barriers stand outside the clock: nobody's bytes or waits leak into another configuration's turn.
+            # The barriers are not timed. They keep bytes and waits of one configuration out of another one's turn.
             dist.barrier()
             before, began = nic_nbytes(interface), time.perf_counter()
             configuration.step(number)

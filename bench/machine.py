@@ -1,4 +1,4 @@
-"""The machine and the date under every figure: one line that a reader who was not there can place."""
+"""Description of the machine in one line, with the date, for the reports of measurements."""
 
 import datetime
 import os
@@ -10,7 +10,7 @@ import torch
 
 
 def processor() -> str:
-    """The processor's name as the kernel gives it; the architecture where it gives none (Arm)."""
+    """Returns the processor's name by /proc/cpuinfo; the architecture if that has none, as on Arm."""
     information = Path("/proc/cpuinfo")
     if information.exists():
         for line in information.read_text().splitlines():
@@ -21,7 +21,7 @@ def processor() -> str:
 
 
 def machine_line() -> str:
-    """Processor, cores, GPU if any, torch, date."""
+    """Returns a line with the processor, the usable cores, the GPUs if any, torch's version and the date."""
     cores = len(os.sched_getaffinity(0))
     gpu = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
@@ -29,7 +29,11 @@ def machine_line() -> str:
 
 
 def memory_line(device: torch.device) -> str:
-    """The most memory that this process has held: resident, and on its GPU where it uses one."""
+    """Returns words for the most memory that this process has used: resident, and on its GPU if it uses one.
+
+    Args:
+        device: Device of the process's tensors.
+    """
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB: getrusage(2)
     text = f"{resident / 2**20:.0f} MiB resident"
     if device.type == "cuda":

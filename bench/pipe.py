@@ -1,4 +1,4 @@
-"""Standard output: a pipe whose reader may stop early, such as `| head`, a disk that is full, or nothing at all."""
+"""Handling of a standard output that takes no more: a pipe whose reader has ended (`| head`), or a full disk."""
 
 import os
 import sys
@@ -7,19 +7,19 @@ from contextlib import contextmanager
 from typing import IO
 
 OUTPUT_LOST = 120
-"""Exit status where standard output took not all: no command means a finding by it, and Python, which writes the rest
-when it ends, has it for this. Source: the Python documentation of `sys.exit`."""
+"""Exit status if standard output did not take all that was printed. Python uses the same number if it cannot flush its
+output at exit, and no command uses it for a finding. Source: the Python documentation of `sys.exit`."""
 
 
 class OutputLost(Exception):
-    """Standard output did not take all that was printed; what is printed from here on goes nowhere."""
+    """Error of a standard output that did not take all that was printed; later output is discarded."""
 
 
 def print_nowhere(stream: IO[str]) -> None:
-    """Has what is left unprinted go nowhere, or Python would complain about it when it ends.
+    """Redirects a stream to /dev/null, so that Python reports no error for unwritten output at exit.
 
     Args:
-        stream: Whose reader has left.
+        stream: Stream whose reader has closed its end, or that cannot be written.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
@@ -28,10 +28,10 @@ def print_nowhere(stream: IO[str]) -> None:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Brackets printing alone: `| head` is no error, and the exit status stays what was found out.
+    """Context for code that only prints: a reader that has ended, as of `| head`, is no error there.
 
     Raises:
-        OutputLost: A disk is full, for example.
+        OutputLost: The output cannot be written for another reason, such as a full disk.
     """
     try:
         yield
@@ -44,13 +44,13 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def status_of(body: Callable[[], int]) -> int:
-    """Runs all that a process does; where it cannot print, that is one line on stderr.
+    """Runs a function that prints, and reports on stderr if standard output does not take all of it.
 
     Args:
-        body: Returns the exit status.
+        body: Function that does all the work of a process, and returns its exit status.
 
     Returns:
-        That status, or `OUTPUT_LOST`.
+        The status of `body`; `OUTPUT_LOST` if output was lost, or standard output is closed.
     """
     try:
         if sys.stdout is None:

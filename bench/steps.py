@@ -1,6 +1,6 @@
-"""Runs an unchanged script and calls back after each of its optimizer steps, until it has made as many as are wanted.
+"""Run of an unchanged script for a number of optimizer steps, with a callback after each.
 
-torch offers a hook on the `step` of all optimizers at once, so that nothing in the script needs to change.
+torch has a hook on the `step` of all optimizers at once, so that nothing in the script needs to change.
 """
 
 import os
@@ -12,17 +12,19 @@ from pathlib import Path
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 AfterStep = Callable[[int, int, int], None]
-"""Called after a step of the script's first optimizer with (steps made, bytes of the gradients of all optimizers, bytes
-of their trainable parameters without a gradient)."""
+"""Callback after a step of the script's first optimizer with (number of steps made, bytes of the gradients of all
+optimizers' parameters, bytes of their trainable parameters without a gradient)."""
 
 
 def run_until(steps: int, words: Sequence[str], after_step: AfterStep) -> None:
-    """Run a script as `python SCRIPT ...` would; the process ends with status 0 right after step `steps`.
+    """Runs a script as `python SCRIPT ...` would, and ends the process with status 0 right after step `steps`.
+
+    It returns only if the script ends before. sys.argv and sys.path are those of the script from here on.
 
     Args:
-        steps: Number of optimizer steps.
-        words: The script and its arguments.
-        after_step: Called in the main thread.
+        steps: Number of steps of the script's first optimizer.
+        words: Script and its arguments.
+        after_step: Callback after each step, in the thread that made it.
     """
     first: list[Optimizer] = []
     nbytes: dict[int, tuple[int, int]] = {}

@@ -1,7 +1,7 @@
-"""What every command shares in talking: progress on a terminal, plain text of any width in a pipe, JSON on request.
+"""Shared output of all commands: progress on a terminal, plain text of any width in a pipe, JSON on request.
 
-Progress goes to stderr, so that stdout holds the result alone: a bar or a line that is written over on a terminal, and
-plain lines now and then elsewhere, from commands that take minutes.
+Progress goes to stderr, so that stdout has the result only. On a terminal it is a bar, or a line that is overwritten;
+elsewhere, commands that take minutes print a line now and then.
 """
 
 import argparse
@@ -26,48 +26,48 @@ from gradwire.comms.boundary.files import replace_text
 from gradwire.topology.printable import printable
 
 STDOUT = Path("-")
-"""What `--json` without a file stands for."""
+"""Value of `--json` without a file: the JSON goes to stdout."""
 
 
 class CleanConsole(Console):
-    """rich's, without the escape sequences that names and files bring along; its own styles stay."""
+    """rich's Console without escape sequences in the printed text, such as in names of files; its styles remain."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yields what is printed, piece by piece."""
+        """Yields the pieces of the printed text, with escape sequences replaced."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's; see `reader_may_leave`."""
+        """Prints like rich's `print`; on stdout, a reader that has ended is no error (see `reader_may_leave`)."""
         with nullcontext() if self.stderr else reader_may_leave():
             super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """Goes on where rich would end the process with status 1: a reader that leaves changes nothing found out."""
+        """Discards later output, where rich would end the process with status 1: the command's own status counts."""
         print_nowhere(self.file)
 
 
 def complain(command: str, error: object) -> None:
-    """Says on stderr what went wrong.
+    """Prints an error on stderr, as a line that begins with `gradwire COMMAND:`.
 
     Args:
-        command: Who says it: `compare`.
-        error: An exception, or words.
+        command: Name of the command, such as `compare`.
+        error: Exception or text to print.
     """
     print(f"gradwire {command}: {printable(str(error))}", file=sys.stderr, flush=True)
 
 
 def fitting_width(unlimited: int | None = None) -> int:
-    """Columns that output has: COLUMNS, else those of the terminal, else 80.
+    """Returns the width of the output in columns: COLUMNS, else that of the terminal, else `unlimited`.
 
     Args:
-        unlimited: Where neither says, in place of 80: for lines that a reader in a pipe wants in one piece.
+        unlimited: Width without COLUMNS and terminal, as in a pipe; None for 80.
     """
     return shutil.get_terminal_size((unlimited or 80, 24)).columns
 
 
 class _Count(ProgressColumn):
-    """The steps done of all steps, `3/24`; empty for a task whose number of steps is not known."""
+    """Column with the finished steps of all steps, `3/24`; empty if the number of all steps is not known."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.total is None else f"{task.completed:g}/{task.total:g}")
@@ -75,7 +75,7 @@ class _Count(ProgressColumn):
 
 @contextmanager
 def progress_bar(shown: bool = True) -> Iterator[Progress]:
-    """Show a bar with counts and elapsed time, drawn by a thread, until the block ends.
+    """Shows a bar with counts and elapsed time, drawn by a thread, until the block ends.
 
     Args:
         shown: Whether this rank shows it; it is never shown if stderr is no terminal.
@@ -94,14 +94,14 @@ def progress_bar(shown: bool = True) -> Iterator[Progress]:
 
 @contextmanager
 def working(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Says what the block does, for how long already, while it lasts.
+    """Shows what the block does and for how long, on a terminal, until the block ends.
 
     Args:
-        what: For example `starting 4 nodes`.
-        shown: As for `progress_bar`.
+        what: Words for what it does, for example `starting 4 nodes`.
+        shown: Whether this rank shows it; it is never shown if stderr is no terminal.
 
     Yields:
-        A function that replaces `what`, to be called as the block goes on.
+        A function that replaces the words by others.
     """
     if not (shown and sys.stderr.isatty()):
         yield lambda _: None
@@ -114,11 +114,11 @@ def working(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
 
 
 class PlainLines:
-    """Lines on stderr where it is no terminal, so that who reads a pipe or a log sees that a long command goes on.
+    """Progress of a long command as lines on stderr, for a pipe or a log.
 
     Args:
-        shown: As for `progress_bar`; never shown where stderr is a terminal, which has a bar.
-        every_seconds: That lie between two lines, but for those that must not wait.
+        shown: Whether this rank prints them; they are never printed on a terminal, which has a bar.
+        every_seconds: Least seconds between two lines, except for urgent ones.
     """
 
     def __init__(self, shown: bool = True, every_seconds: float = 15.0) -> None:
@@ -128,11 +128,11 @@ class PlainLines:
         self._last = -math.inf
 
     def say(self, text: str, *, at_once: bool = False) -> None:
-        """Writes a line with the seconds since this object was made, unless one was written just before.
+        """Prints a line with the seconds since this object was made; drops it if the last line is too recent.
 
         Args:
-            text: Of the line.
-            at_once: It must not wait.
+            text: Text of the line.
+            at_once: Whether it is printed in any case.
         """
         now = time.monotonic()
         if self._shown and (at_once or now >= self._last + self._every_seconds):
@@ -141,10 +141,12 @@ class PlainLines:
 
 
 class StatusLine:
-    """One line on a terminal that is written over, for commands that measure: no thread of it runs beside them.
+    """Line of progress on a terminal that each call overwrites; unlike `progress_bar` without a thread.
+
+    Commands that measure use it, because a thread would disturb the measurement.
 
     Args:
-        shown: As for `progress_bar`.
+        shown: Whether this rank shows it; it is never shown if stderr is no terminal.
     """
 
     def __init__(self, shown: bool = True) -> None:
@@ -152,33 +154,37 @@ class StatusLine:
         self._began = time.monotonic()
 
     def show(self, text: str) -> None:
-        """Writes the line anew, with the time since this object was made."""
+        """Replaces the line by a text, with the time since this object was made."""
         if self._shown:
             minutes, seconds = divmod(round(time.monotonic() - self._began), 60)
             line = f"{text}  {minutes}:{seconds:02}"[: fitting_width() - 1]
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Wipes the line, before anything else is printed and at the end."""
+        """Erases the line. Call it before anything else is printed, and at the end."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def right_columns(*headings: str) -> list[Column]:
-    """Columns of a table for figures, which end below each other; those of names are given by their headings alone."""
+    """Returns right-aligned columns of a table, for numbers.
+
+    Args:
+        headings: Heading of each column.
+    """
     return [Column(heading, justify="right") for heading in headings]
 
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Brackets the writing of a result.
+    """Context for writing a file of results: turns an OSError into an error that names the option and the file.
 
     Args:
-        option: That named the file: `--json`.
-        path: The file.
+        option: Name of the option that gave the file, such as `--json`.
+        path: File to write.
 
     Raises:
-        RuntimeError: In place of OSError, with both in it.
+        RuntimeError: The block raised an OSError.
     """
     try:
         yield
@@ -190,24 +196,24 @@ JSON_HELP = "print JSON instead of tables; with FILE the tables stay, and the JS
 
 
 def add_json_option(parser: argparse.ArgumentParser, text: str = JSON_HELP) -> None:
-    """Adds `--json [FILE]`: None without it, `STDOUT` without a file.
+    """Adds `--json [FILE]`, whose value is None if it is not given, and `STDOUT` without a file.
 
     Args:
-        parser: Changed in place.
-        text: Of its help.
+        parser: Parser of a command; the option is added in place.
+        text: Help of the option.
     """
     parser.add_argument("--json", type=Path, nargs="?", const=STDOUT, metavar="FILE", help=text)
 
 
 def write_json(target: Path | None, record: object) -> None:
-    """Prints a record or writes it to a file, as `--json` asks.
+    """Writes a record as JSON to stdout or to a file, as `--json` asks.
 
     Args:
-        target: What `--json` gave; None writes nothing.
-        record: Of what JSON knows; a NaN or an infinity, which it does not know, becomes null.
+        target: Value of `--json`; None writes nothing.
+        record: Value of types that JSON has; NaN and infinity become null.
 
     Raises:
-        RuntimeError: The file cannot be written, although it could when the command began: a disk is full.
+        RuntimeError: The file cannot be written, for example because the disk is full.
     """
     text = json.dumps(_finite(record), indent=2) + "\n"
     if target == STDOUT:
