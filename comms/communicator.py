@@ -117,6 +117,7 @@ class Communicator:
         failure_policy: FailurePolicy | None = None,
         kernels: str = "",
     ) -> None:
+        # Settle the device and the timeout.
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         check_transport(config.transport_name, device)
@@ -130,6 +131,7 @@ class Communicator:
         def polling(plain: Store) -> PollingStore:
             return failure_policy.polling(plain) if failure_policy else PollingStore(plain, config.timeout, ranks=size)
 
+        # Exchange with the other ranks where they are and what they have, unless that is known.
         own = polling(PrefixStore(f"gradwire/{name}", store))
         server: ProbeServer | None = None
         self._leave: Callable[[], object] = lambda: None
@@ -148,6 +150,7 @@ class Communicator:
         """Host, devices and settings of every rank; its `generation` is unique to this meeting of these ranks."""
         self.plain_store = PrefixStore(peer_infos.generation, own.plain)
         """Store for messages between these ranks, without keys of an earlier generation."""
+        # Plans, and how failed ranks are reported.
         store = polling(self.plain_store)
         cluster = cluster_of(peer_infos, config)
         self.rank_plans = RankPlans(cluster, rank, device.type, config, compressor)
@@ -157,6 +160,7 @@ class Communicator:
         elif reporter is None:
             reporter = StoreFailureReporter(store, rank, size, directory=directory)
         self._reporter = reporter
+        # Transports, which connect later, and the executor.
         interface = None
         if config.nics == NIC_PER_RANK:
             from gradwire.comms.bootstrap.nics import interface_of  # here: gloo takes one for all, where nobody asks
@@ -351,7 +355,7 @@ class Communicator:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """A context for reading or changing a compressor's state outside of an all-reduce.
+        """Makes a context for reading or changing a compressor's state outside of an all-reduce.
 
         On CUDA its work runs on a side stream, after all earlier all-reduces and before all later ones; the stream that
         computes does not wait for it. Does nothing on a CPU, where the caller has waited for all all-reduces.
@@ -658,7 +662,18 @@ def _executor(
     reporter: FailureReporter,
     timeout: timedelta,
 ) -> Executor:
-    """Makes the executor of a device: streams on CUDA, lanes on a CPU. The only place that chooses one."""
+    """Makes the executor of a device: streams on CUDA, lanes on a CPU. The only place that chooses one.
+
+    Args:
+        device: Device of the tensors.
+        name: Name of its threads.
+        groups: Transports of the ranks.
+        rank: This rank.
+        cluster: Placement of the ranks.
+        compressor: Compressor for one phase; None if all is exact.
+        reporter: Reports failures to the other ranks.
+        timeout: Time after which a collective fails; used on CUDA, since CPU transports have their own.
+    """
     if device.type == "cuda":
         from gradwire.comms.bootstrap.deadline import Deadline
         from gradwire.comms.run.stream_executor import StreamExecutor
@@ -674,7 +689,18 @@ def _executor(
 def _ring(
     executor: Executor, store: PollingStore, rank: int, size: int, reporter: FailureReporter
 ) -> "LivenessRing | None":
-    """Makes the liveness ring on CUDA, where waits on the device do not notice that a rank has exited; else None."""
+    """Makes the liveness ring on CUDA, where waits on the device do not notice that a rank has exited.
+
+    Args:
+        executor: Executor of the device, which the ring interrupts if a rank fails.
+        store: Store of these ranks.
+        rank: This rank.
+        size: Number of ranks.
+        reporter: Reports failures to the other ranks.
+
+    Returns:
+        The ring; None on a CPU, and for a single rank.
+    """
     deadline = executor.deadline
     if deadline is None or size == 1:
         return None
@@ -728,7 +754,15 @@ def _state_layouts(compressor: Compressor | None, *, loaded: bool, alike: bool =
 
 
 def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int] | None:
-    """Returns a function from round trip to number of TCP connections between nodes; None leaves it to gloo."""
+    """Returns what decides the number of TCP connections between two nodes.
+
+    Args:
+        config: Configuration, with a fixed number or none.
+        rank_plans: Plans of the ranks, with the link rates.
+
+    Returns:
+        Function from the round trip in seconds to the number of connections; None leaves all messages to gloo.
+    """
     if config.connections == 1:
         return None
     if config.connections:

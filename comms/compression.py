@@ -38,7 +38,7 @@ IDLE = "exact "
 
 
 class Compression:
-    """The compressor of one model, and its state from step to step.
+    """Holds the compressor of one model, and its state from step to step.
 
     Args:
         name: Name of the compressor.

@@ -1,4 +1,4 @@
-"""Variables of the environment that others set: torch, NCCL, the launcher, and those of commands beside the hook.
+"""Reads variables of the environment that others set: torch, NCCL and the launcher; and those of single commands.
 
 `comms.config` reads the options of the hook; these two modules are the only ones that read the environment.
 """
@@ -16,7 +16,7 @@ WATCH = "GRADWIRE_WATCH"
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """What the environment gives `gradwire.watch`; the attributes are its parameters."""
+    """Holds the options of `gradwire.watch` that the environment gives; the attributes are its parameters."""
 
     stall_seconds: float
     json: str | None
@@ -116,6 +116,7 @@ def job_is_on_one_host() -> bool:
 
 
 def _is_number(text: str) -> bool:
+    """Returns whether a text is a whole number of at most ten digits."""
     return text.isascii() and text.isdecimal() and len(text) <= 10
 
 

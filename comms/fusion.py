@@ -156,6 +156,7 @@ class Fusion:
         return launches
 
     def _take_up(self, plan: FusionPlan) -> None:
+        """Uses a plan from now on; no bucket is waiting."""
         self._plan, self._next = plan, None
         # All-reduces in flight return their buffers to the old pool, which is freed with them.
         self._pool = Pool()
@@ -176,6 +177,7 @@ class Fusion:
         return launches
 
     def _pieces(self, bucket: Bucket) -> list[AllReduce]:
+        """Returns the all-reduces of one bucket that travels alone: one, or one for each piece that it is cut into."""
         if not self._plan.cuts_up(bucket.flat):
             return [AllReduce((bucket.flat,), bucket.layout, (bucket,))]
         runs = self._plan.pieces(bucket.flat)
@@ -186,20 +188,21 @@ class Fusion:
         ]
 
     def _joined(self, group: list[Bucket]) -> AllReduce:
+        """Returns one all-reduce of several buckets, which travel end to end."""
         layouts = tuple(bucket.layout for bucket in group if bucket.layout is not None)
         layout = _joined_layout(layouts) if len(layouts) == len(group) else None
         return AllReduce([bucket.flat for bucket in group], layout, group, self._pool)
 
 
 def _alike(first: Bucket, other: Bucket) -> bool:
-    """Whether a bucket may travel with one that waits: one tensor has one dtype, and one layout or none."""
+    """Returns whether two buckets may travel together: they have one dtype and device, and both or neither a layout."""
     same = first.flat.dtype == other.flat.dtype and first.flat.device == other.flat.device
     return same and (first.layout is None) == (other.layout is None)
 
 
 @lru_cache(maxsize=1024)
 def _joined_layout(layouts: tuple[Layout, ...]) -> Layout:
-    """The layout of tensors one after another."""
+    """Returns the layout of several tensors end to end, given theirs in order."""
     slices, offset = [], 0
     for layout in layouts:
         slices += [

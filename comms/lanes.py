@@ -27,7 +27,7 @@ it in the next one; a synchronous phase needs no stage of its own. So stage (1, 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Transition of a job to another lane.
+    """Describes the transition of a job to another lane.
 
     Attributes:
         lane: Next lane.
@@ -40,7 +40,7 @@ class Hop:
 
 @dataclass(slots=True, eq=False)
 class LaneJob:
-    """A chunk of an all-reduce, which moves from lane to lane.
+    """Holds a chunk of an all-reduce, which moves from lane to lane.
 
     Attributes:
         steps: Coroutine that does the work and yields its next lane.
@@ -66,7 +66,7 @@ class _Signal(Enum):
 
 
 class _StageQueue:
-    """Queue in front of one lane: jobs expected, in the order of submission, and jobs that have arrived."""
+    """Holds the jobs in front of one lane: those expected, in the order of submission, and those that have arrived."""
 
     def __init__(self) -> None:
         self.arrivals: queue.SimpleQueue[LaneJob | _Signal] = queue.SimpleQueue()
@@ -167,12 +167,22 @@ class Lanes:
                 self._close_if_drained()
 
     def _close_if_drained(self) -> None:
+        """Ends every `serve` if no job is in flight; the caller holds the lock."""
         if not self._under_way:
             for waiting in self._queues.values():
                 waiting.arrivals.put(_Signal.CLOSE)
 
     def _next(self, waiting: _StageQueue, lane: Lane) -> LaneJob | None:
-        """Removes the next job from a queue and returns it; None if it has not arrived."""
+        """Removes the next job from a lane's queue and returns it; the caller holds the lock.
+
+        Args:
+            waiting: Queue of the lane.
+            lane: The lane.
+
+        Returns:
+            A job that has no place in the order of this lane, else the first in that order; None if neither has
+            arrived.
+        """
         passing = next((job for job in waiting.present if lane not in job.visits), None)
         first = waiting.expected[0] if waiting.expected else None
         job = passing or (first if first in waiting.present else None)

@@ -114,7 +114,7 @@ def bucket_words(index: int, parameters: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Result of `HookState.report()`: what one rank has sent, and by which plans; `print` it, or read its fields.
+    """Holds the result of `HookState.report()`: what one rank has sent, and by which plans; `print` it.
 
     Attributes:
         cluster: Description of nodes and ranks in one line.

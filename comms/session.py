@@ -114,7 +114,12 @@ class SessionRanks:
 
     @classmethod
     def name_in(cls, group: dist.ProcessGroup, kind: str) -> str:
-        """Returns the name of the next session of a kind on a group."""
+        """Returns the name of the next session of a kind on a group; each call counts one more.
+
+        Args:
+            group: The process group; all its ranks make their sessions of a kind in the same order.
+            kind: Kind of session, such as `hook`.
+        """
         return f"{kind}{next(_numbers.setdefault((kind, group.group_name), count()))}"
 
 
@@ -275,7 +280,7 @@ class GradientSession(AveragingSession):
     """Holds the connected ranks of a DDP model's gradients; also joins buckets, measures links and learns cuts.
 
     Args:
-        ranks: Ranks to connect.
+        peers: Ranks to connect.
         device: Device of the gradients.
         config: The user's configuration.
         names: Names of the parameters.
@@ -298,6 +303,7 @@ class GradientSession(AveragingSession):
         joined: bool = False,
     ) -> None:
         super().__init__(peers, device, config, names.numels(), reduction=_reduction(config), previous=previous)
+        # The fusion plan of the first step.
         name = self._name = peers.name
         self._names = names
         self.communicator.executor.checking = self.compression is not None
@@ -316,6 +322,7 @@ class GradientSession(AveragingSession):
         def consensus(what: str, timeout: timedelta) -> "Agreement":
             return self._consensus(f"{what}/{name}", timeout)
 
+        # Take over what earlier ranks have learned, or measure links; then connect.
         if previous is not None and not joined:
             self._go_on(previous)
         if previous is not None or joined:
@@ -323,6 +330,7 @@ class GradientSession(AveragingSession):
         else:
             measure_links(self.listeners, self.communicator, config, consensus)
         self.connect(threshold_nbytes or BUCKET_NBYTES)
+        # Listeners of each step.
         if self.compression is not None:
             compress_steps(self.listeners, self, self.communicator, self.compression)
         follow_backward(

@@ -47,7 +47,7 @@ Mark = float | torch.cuda.Event
 
 
 class Clock(Protocol):
-    """A clock of work on gradients: the host's, or events of a device."""
+    """Declares a clock of work on gradients: the host's, or events of a device."""
 
     lag: int
     """Number of steps after which `between` need not wait for the device."""
@@ -66,7 +66,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The clock of work on the CPU.
+    """Measures times of work on the CPU.
 
     Args:
         now: Returns monotonic seconds.
@@ -85,7 +85,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """The clock of work on a CUDA device: events on its streams, which are read a step later.
+    """Measures times of work on a CUDA device, by events on its streams, which are read a step later.
 
     Args:
         device: A CUDA device.
@@ -112,7 +112,7 @@ class DeviceClock:
 
 
 class LateFlag:
-    """A bool computed on the device that the host reads one step later, without having to wait then.
+    """Copies a bool from the device, for the host to read one step later without having to wait then.
 
     Args:
         flag: 0-dim bool tensor on a CUDA device; copied after the work on the current stream.
@@ -132,7 +132,7 @@ class LateFlag:
 
 
 class StepVerdict:
-    """A factor on the device for averages: 1, or NaN after an abort, so that no optimizer uses a wrong average.
+    """Multiplies averages by a factor on the device: 1, or NaN after an abort, so that none is used that is wrong.
 
     Args:
         device: A CUDA device.
@@ -181,7 +181,7 @@ class StepVerdict:
 
 
 class IssuedWork:
-    """The end of a collective issued without an event, with the methods of an event.
+    """Stands for the end of a collective that was issued without an event, with the methods of an event.
 
     Args:
         work: torch's work of the collective.
@@ -204,7 +204,7 @@ class IssuedWork:
 
 
 class SideStreams:
-    """Two streams of high priority, in addition to the current stream that computes.
+    """Manages two streams of high priority, in addition to the current stream that computes.
 
     One event orders them all: `cudaStreamWaitEvent` waits for the work that the event captured at the call, so it can
     be recorded again at once. Devices are passed to torch by number and streams are used as context managers, because
@@ -251,13 +251,18 @@ class SideStreams:
         return event
 
     def wait(self, number: int, events: Iterable[torch.cuda.Event]) -> None:
-        """Makes the stream of one chunk wait for events."""
+        """Makes the stream of one chunk wait for events.
+
+        Args:
+            number: Number of the chunk.
+            events: Events on other streams.
+        """
         for event in events:
             self._streams[number % STREAMS].wait_event(event)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """A context whose current stream runs after everything issued before and before everything issued after it.
+        """Makes a context whose stream runs after everything issued before it, and before everything issued after it.
 
         The stream that computes does not wait for it, unless `sync_current_stream` is called.
         """
@@ -276,5 +281,6 @@ class SideStreams:
             self._put_behind(computing, stream)
 
     def _put_behind(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+        """Makes a stream wait for the work that was issued on another one so far."""
         self._reached.record(before)
         stream.wait_event(self._reached)

@@ -41,7 +41,7 @@ PROFILED_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """Bucket sizes and arrival times of one step on one rank.
+    """Holds bucket sizes and arrival times of one step on one rank.
 
     Attributes:
         sizes: Bytes of each bucket of the step, in the order of arrival.

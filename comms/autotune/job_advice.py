@@ -21,7 +21,7 @@ SAMPLE_NBYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Plan and compressor that a job runs now.
+    """Names the plan and the compressor that a job runs now.
 
     Attributes:
         plan: Name of the plan, as in `HookState(plan=...)`.
@@ -34,7 +34,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class JobAdvice:
-    """Result of `HookState.advise()`: what each plan and compressor would do for the job; `print` it, or read it.
+    """Holds the result of `HookState.advise()`: what each plan and compressor would do for the job; `print` it.
 
     Attributes:
         advice: Predicted times of every plan and compressor, and the recommendation.

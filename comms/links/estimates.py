@@ -22,7 +22,7 @@ GIVEN, TOPOLOGY, PROBED, TRANSFERS, ASSUMED = "given", "topology", "probed", "tr
 
 
 class Links:
-    """Estimated rates of the links between one communicator's ranks.
+    """Holds the estimated rates of the links between one communicator's ranks.
 
     Args:
         cluster: The ranks, with the link rates that are known before they connect.
