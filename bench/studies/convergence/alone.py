@@ -43,35 +43,35 @@ NODES = 2
 EVALUATED = (0.25, 0.5, 0.75, 0.875, 1.0)
 """Shares of the run after which the quality is measured."""
 TIMED_UPDATES = 10
-"""After so many it is said how long the run will take: the first ones are no slower than the rest by much."""
+"""Number of updates after which the duration of the run is estimated: the first ones are hardly slower than others."""
 
 Told = Callable[[int, int, float | None], None]
-"""Called after each update with how many are done, how many there are, and the quality where it was measured."""
+"""Function of (updates done, updates of the run, quality or None if not measured), called after each update."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoneRun:
-    """What a run came to."""
+    """Holds the result of a run."""
 
     curve: tuple[tuple[int, float], ...]
-    """(updates, quality in the task's unit), ascending."""
+    """(number of updates, quality in the task's unit), ascending."""
     ratio: float
-    """Bytes of float32 gradients over those sent between the nodes, a batch of each rank, over the whole run."""
+    """Bytes of float32 gradients of every batch over the bytes sent between the nodes, over the whole run."""
 
     @property
     def quality(self) -> float:
-        """At the end."""
+        """Returns the quality at the end of the run."""
         return self.curve[-1][1]
 
 
 @torch.no_grad()
 def quality_of(task: Task, models: Sequence[nn.Module], ranks: int = RANKS) -> float:
-    """Returns what the ranks' shares of the held-out data come to.
+    """Returns the quality on the held-out data, whose shares all ranks score.
 
     Args:
-        task: Loaded.
-        models: One for all ranks, or one for each.
-        ranks: That share the held-out data out.
+        task: Task with its data loaded.
+        models: One model for all ranks, or one for each.
+        ranks: Number of ranks among which the held-out data are divided.
     """
     chosen = models if len(models) == ranks else [models[0]] * ranks
     total = torch.stack([task.score(model, rank) for rank, model in enumerate(chosen)]).sum(0)
@@ -79,13 +79,13 @@ def quality_of(task: Task, models: Sequence[nn.Module], ranks: int = RANKS) -> f
 
 
 def meet(requests: Sequence[Request]) -> None:
-    """Carries out what the nodes' compressors have asked for at the same point.
+    """Carries out the collectives that the nodes' compressors request at the same point, in place.
 
     Args:
-        requests: One for each node, alike.
+        requests: Request of each node; all ask for the same collectives, on tensors of their own.
 
     Raises:
-        ValueError: Parts are unequal, which one process has no use for.
+        ValueError: A collective has unequal parts, which this simulation does not support.
     """
     for collectives in zip(*((each,) if isinstance(each, Collective) else each for each in requests), strict=True):
         first = collectives[0]
@@ -106,7 +106,13 @@ def meet(requests: Sequence[Request]) -> None:
 
 
 def reduce_together(compressors: Sequence[Compressor], flats: Sequence[Tensor], layout: Layout) -> None:
-    """Replaces each node's gradient by what the compressors make of their sum, and ends the step."""
+    """All-reduces the nodes' gradients through their compressors, in place, and ends the compressors' step.
+
+    Args:
+        compressors: Compressor of each node.
+        flats: Gradient of each node, 1-d float32; replaced by the compressed sum.
+        layout: Shapes of the parameters in a gradient.
+    """
     run_together(
         [
             compressor.all_reduce(flat, layout, Member(node, len(flats)))
@@ -143,16 +149,16 @@ def compressors_of(
     nodes: int = NODES,
     exact: Sequence[str] = (),
 ) -> list[Compressor]:
-    """Returns a node's compressor for each node, and moves the momentum into it where it wants to apply it itself.
+    """Makes a compressor for each node; one that applies momentum itself takes it over from the optimizer.
 
-    Under Muon such a compressor gets the matrices that Muon trains; all others are sent in float16.
+    Under Muon a compressor with momentum gets only the matrices that Muon trains; all others are sent in float16.
 
     Args:
-        compressor: Its name.
-        options: Other than its defaults.
-        optimizers: Of `optimizers_of`; their momentum is changed in place.
-        nodes: How many there are.
-        exact: Patterns of the names of parameters that are sent as they are.
+        compressor: Name of the compressor.
+        options: Options that differ from its defaults.
+        optimizers: Optimizers from `optimizers_of`; their momentum is changed in place.
+        nodes: Number of nodes.
+        exact: Name patterns of the parameters that are not compressed.
     """
     kept: tuple[Mapping[str, object], ...] = tuple({"pattern": each} for each in exact)
     if {**options_of(compressor), **options}.get("momentum") and compressor != "none":
@@ -181,24 +187,25 @@ def train_alone(
     exact: Sequence[str] = (),
     told: Told | None = None,
 ) -> LoneRun:
-    """Trains once.
+    """Trains a task once, with all nodes in this process.
 
     Args:
-        task: Loaded.
-        compressor: Its name; None sums exactly.
-        options: Other than its defaults.
-        seed: Of weights and batches.
-        steps: Batches of each rank; the task's own by default.
-        optimizer: Of `optimizers_of`; the task's own by default.
-        accumulate: Batches of each rank for one update, which is the only time that something is sent.
+        task: Task with its data loaded.
+        compressor: Name of the compressor; None sums exactly.
+        options: Options that differ from the compressor's defaults.
+        seed: Seed of weights and batches.
+        steps: Number of batches of each rank; None takes the task's own.
+        optimizer: Kind of optimizer, see `optimizers_of`; None takes the task's own.
+        accumulate: Number of batches of each rank for one update; gradients are sent only once an update.
         lr: Factor of the learning rates.
-        nodes: Of two ranks each.
-        exact: Patterns of the names of parameters that the compressor leaves as they are.
-        told: Called after each update.
+        nodes: Number of nodes, of two ranks each.
+        exact: Name patterns of the parameters that are not compressed.
+        told: Function that is called after each update, see `Told`; None calls nothing.
 
     Raises:
         ValueError: `steps` is no multiple of `accumulate`.
     """
+    # The model, its optimizers, and a compressor for each node.
     steps = steps or task.facts.steps
     if steps % accumulate:
         raise ValueError(f"`accumulate` is {accumulate}; wanted a divisor of {steps} steps")
@@ -215,6 +222,7 @@ def train_alone(
     schedules, marks = schedules_of(optimizers, updates), marks_of(updates, EVALUATED)
     sent, curve = 0, []
     for update in range(updates):
+        # The averaged gradient of each node's ranks.
         flats = []
         for node in range(nodes):
             model.zero_grad()
@@ -222,6 +230,7 @@ def train_alone(
                 for rank in range(node * RANKS // NODES, (node + 1) * RANKS // NODES):
                     (task.loss(model, step, rank, seed) / (ranks * accumulate)).backward()  # type: ignore[no-untyped-call]
             flats.append(torch.cat([_gradient(parameter) for parameter in parameters.values()]))
+        # The sum over the nodes, compressed or exact, becomes the model's gradient.
         if compressors:
             sent += sent_nbytes(compressors[0], layout, nodes, update)
             reduce_together(compressors, flats, layout)
@@ -231,6 +240,7 @@ def train_alone(
                 flats[0] += flat
         for item, parameter in zip(layout.slices, parameters.values(), strict=True):
             parameter.grad = flats[0][item.start : item.stop].view_as(parameter)
+        # One update, and the quality where it is measured.
         for each in optimizers:
             each.step()
         for schedule in schedules:
@@ -244,13 +254,13 @@ def train_alone(
 
 
 def sent_nbytes(compressor: Compressor, layout: Layout, nodes: int, update: int) -> int:
-    """Returns the bytes that a node sends in an update, which counts from 0: float32 in a dense start.
+    """Returns the bytes that a node sends in an update; during a dense start they are those of float32.
 
     Args:
-        compressor: Of a node.
-        layout: Of all parameters.
-        nodes: How many there are.
-        update: Which one.
+        compressor: Compressor of the node.
+        layout: Shapes of all parameters.
+        nodes: Number of nodes.
+        update: Number of the update, from 0.
     """
     found = 0
     for each, part in planned(compressor).parts(layout):
@@ -261,11 +271,11 @@ def sent_nbytes(compressor: Compressor, layout: Layout, nodes: int, update: int)
 
 
 class Teller:
-    """Says on stderr where a run is: each figure as it comes, and before the first one how long it will take.
+    """Prints the progress of a run on stderr: each quality when measured, and an estimate of the remaining time.
 
     Args:
-        run: Which run, in words.
-        unit: Of the quality.
+        run: Description of the run, printed before each line.
+        unit: Unit of the quality.
     """
 
     def __init__(self, run: str, unit: str) -> None:
@@ -273,16 +283,16 @@ class Teller:
         self._began = time.monotonic()
 
     def begin(self, updates: int) -> None:
-        """Says what will come.
+        """Prints after which updates the quality will be measured.
 
         Args:
-            updates: Of the whole run.
+            updates: Number of updates of the whole run.
         """
         marks = ", ".join(map(str, marks_of(updates, EVALUATED)))
         self._say(f"{updates} steps; figures after {marks}. How long that takes is said after {TIMED_UPDATES}.")
 
     def __call__(self, done: int, updates: int, quality: float | None) -> None:
-        """Says what there is to say after an update; arguments as for `Told`."""
+        """Prints a line after an update with a quality, or with the time estimate; arguments as for `Told`."""
         seconds = time.monotonic() - self._began
         if quality is not None:
             self._say(f"step {done} of {updates}: {self._unit} {quality:.4f}, after {seconds:.0f} s")

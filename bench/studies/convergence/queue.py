@@ -75,10 +75,10 @@ RANKS_OF_NODE = RANKS // NODES
 
 
 def task_of(name: str, size: str, ranks: int = RANKS) -> BatchedTask:
-    """Returns the task in that size, for so many ranks.
+    """Returns the task of this name and size for a number of ranks; its data are not loaded yet.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such task or size.
     """
     if name == "text" and size in TEXT_SIZES:
         return TextTask(size=size)
@@ -96,10 +96,10 @@ def entries_from(text: str) -> list[Entry]:
     """Reads a list of trainings.
 
     Args:
-        text: As the module's docstring says; empty lines and those that begin with # mean nothing.
+        text: Lines in the form of the module's docstring; empty lines and those that begin with # are ignored.
 
     Raises:
-        ValueError: A line says something else; the message has its number.
+        ValueError: A line has another form or an unknown name; the message has its number.
     """
     found = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -149,7 +149,7 @@ def _entries_of(words: list[str]) -> list[Entry]:
 
 
 def train(entry: Entry) -> Result:
-    """Does one training: on the calling thread, `Outer` on a process for each node."""
+    """Runs one training and returns its result: on the calling thread, or for `Outer` in a process for each node."""
     task = task_of(entry.task, entry.size, entry.nodes * RANKS_OF_NODE)
     task.load()
     began = _processor_seconds()
@@ -185,7 +185,11 @@ def train(entry: Entry) -> Result:
 def _units(
     task: BatchedTask, options: Mapping[str, Option], entry: Entry
 ) -> tuple[tuple[tuple[int, float], ...], float]:
-    """(updates, quality), and times fewer bytes than an all-reduce of float32 at every step, of units of a node."""
+    """Trains with `Outer` on a process for each node.
+
+    Returns:
+        (curve of (steps, quality), bytes of a float32 all-reduce at every step over the bytes sent).
+    """
     method = SlowLinkMethod(entry.method, UNSAID | dict(options))
     joined = JoinedTask(task, RANKS_OF_NODE)
     found = train_units(joined, method, entry.seed, [1] * entry.nodes, entry.steps, entry.optimizer)
@@ -195,22 +199,22 @@ def _units(
 
 
 def _processor_seconds() -> float:
-    """Of this process and of those that it has forked and waited for."""
+    """Returns the processor seconds of this process and of those that it has forked and waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def run_queue(entries: Path, data: Path, until: datetime.datetime | None = None, nice: int = LEAST_PRIORITY) -> None:
-    """Does what a list has and a data file has not, until nothing is left.
+    """Runs the trainings of a list that have no result in a data file yet, until none is left.
 
     Args:
-        entries: The list; read again after each training.
-        data: Appended to.
-        until: No training begins after it.
-        nice: At least so low a priority, 0 to 19: the kernel's niceness of this process.
+        entries: File with the list; read again after each training.
+        data: File that results are appended to, a line each.
+        until: Time after which no training begins; None sets no limit.
+        nice: Minimum niceness of this process, 0 to 19; 19 is the lowest priority.
 
     Raises:
-        ValueError: The list or the data file has a line that says something else.
+        ValueError: The list or the data file has an invalid line.
         RuntimeError: Another queue works on the data file.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
@@ -231,14 +235,14 @@ def run_queue(entries: Path, data: Path, until: datetime.datetime | None = None,
 
 
 def with_tables(page: str, data: Path) -> str:
-    """The page with the tables of all results.
+    """Returns a page with the tables of all results put in.
 
     Args:
-        page: Markdown.
-        data: A line for each result.
+        page: Text of the page in Markdown.
+        data: File with a result on each line.
 
     Raises:
-        ValueError: The page has no place for them, or a line of the data is none.
+        ValueError: The page has no place for the tables, or a line of the file is invalid.
     """
     results = results_from(data)
     page = put_between(page, tables(results), BEGIN, END)

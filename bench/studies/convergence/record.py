@@ -16,42 +16,42 @@ HALF = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A step of one method: medians over the rounds."""
+    """Holds the time and bytes of a step of one method: medians over the rounds."""
 
     method: str
     seconds: float
-    """Of the slowest rank."""
+    """Duration of the step on the slowest rank."""
     nic_nbytes: float
-    """Most that a node sent or received."""
+    """Bytes sent or received by the busiest node, whichever is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Steps of all methods of a task, taken in turns on one emulated link."""
+    """Holds the steps of all methods of a task, taken in turns on one emulated link."""
 
     task: str
     share: float
-    """Of the rate at which plain DDP spends half of its step on the link."""
+    """Rate of the link relative to the one at which plain DDP spends half of its step on the link."""
     nic: str
-    """Rate of the links."""
+    """Rate of the links in words."""
     free_seconds: float
-    """A step of plain DDP on links without a limit."""
+    """Duration of a step of plain DDP on links without a limit."""
     machine: str
     steps: tuple[Timed, ...]
 
     def seconds(self, method: str) -> float:
-        """Seconds of a step of that method."""
+        """Returns the seconds of a step of a method, which has to be among those timed."""
         return next(timed.seconds for timed in self.steps if timed.method == method)
 
 
 class Record:
-    """All results, in memory and in a JSON file that is replaced at each addition.
+    """Holds all results, in memory and in a JSON file that is replaced at each addition.
 
     Args:
-        file: Read if it exists.
+        file: JSON file; read if it exists.
 
     Raises:
-        ValueError: It is none of this tool's.
+        ValueError: The file was not written by this tool.
     """
 
     def __init__(self, file: Path) -> None:
@@ -71,19 +71,19 @@ class Record:
         ]
 
     def has_run(self, task: str, method: str, seed: int) -> bool:
-        """Whether that training was done."""
+        """Returns whether the training of a task with this method and seed is recorded."""
         return any((run.task, run.method, run.seed) == (task, method, seed) for run in self.runs)
 
     def runs_of(self, task: str, method: str) -> list[TrainingRun]:
-        """The runs of all seeds."""
+        """Returns the recorded trainings of a task with this method, for all seeds."""
         return [run for run in self.runs if (run.task, run.method) == (task, method)]
 
     def speed_of(self, task: str, share: float) -> Speed | None:
-        """The steps on that link, if they were timed."""
+        """Returns the timed steps of a task on the link with this share of the rate, or None."""
         return next((speed for speed in self.speeds if (speed.task, speed.share) == (task, share)), None)
 
     def rate_of_half(self, task: str) -> tuple[str, float] | None:
-        """(rate, free seconds) of the link that takes half of plain DDP's step, if it was found already."""
+        """Returns (rate, free seconds) of the link on which plain DDP spends half of its step; None if unknown yet."""
         half = self.speed_of(task, HALF)
         return None if half is None else (half.nic, half.free_seconds)
 
@@ -115,7 +115,7 @@ DENSE = "gradwire none"
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Final quality of a method over its seeds."""
+    """Holds the mean and the extremes of a method's final quality over its seeds."""
 
     mean: float
     low: float
@@ -137,7 +137,7 @@ def mean_curve(runs: Sequence[TrainingRun]) -> list[tuple[int, float]]:
 
 
 def plain_runs(record: Record, task: str, method: str) -> list[TrainingRun]:
-    """Returns plain DDP's runs of the seeds that the method was trained with: weights and batches are theirs too."""
+    """Returns plain DDP's runs with the seeds of the method's runs, so that weights and batches are the same."""
     seeds = {run.seed for run in record.runs_of(task, method)}
     return [run for run in record.runs_of(task, PLAIN) if run.seed in seeds]
 
@@ -158,9 +158,9 @@ def steps_to(curve: Sequence[tuple[int, float]], wanted: float, higher_is_better
     """Returns after how many steps a curve first reaches a quality; None if it never does.
 
     Args:
-        curve: (steps, quality), ascending; straight lines in between.
-        wanted: The quality.
-        higher_is_better: Its direction.
+        curve: Points (steps, quality), ascending; between them the quality is interpolated linearly.
+        wanted: Quality to reach.
+        higher_is_better: True if a higher quality is better, as for an accuracy.
     """
     sign = 1.0 if higher_is_better else -1.0
     before: tuple[int, float] | None = None
@@ -174,12 +174,12 @@ def steps_to(curve: Sequence[tuple[int, float]], wanted: float, higher_is_better
 
 
 def seconds_after(steps: float, run: TrainingRun, speed: Speed) -> float:
-    """Returns how long so many steps take on a link; the dense ones at the start count as dense.
+    """Returns the seconds of a run's first steps on a link; those of a dense start take as long as exact ones.
 
     Args:
-        steps: Taken from the beginning.
-        run: One of the method.
-        speed: Of the task on the link.
+        steps: Number of steps from the beginning.
+        run: A run of the method, for the length of its dense start.
+        speed: Timed steps of the task on the link.
     """
     dense = min(steps, run.dense_steps)
     dense_seconds = speed.seconds(DENSE) if dense else 0.0

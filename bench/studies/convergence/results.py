@@ -13,7 +13,7 @@ from gradwire.compressors.registry import Option
 
 EXACT, ACCUMULATE, OUTER = "none", "accumulate", "Outer"
 NODES_KEY, EXACT_KEY = OF_ALL = ("nodes", "exact")
-"""Among an entry's options, what is of no compressor: how many nodes of two ranks, and which parameters are exact."""
+"""Keys of an entry's options that belong to no compressor: number of nodes of two ranks, and exact parameters."""
 HIGHER_IS_BETTER = frozenset(name for name, make in TASKS.items() if make().facts.higher_is_better)
 SOURCE = "queue"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -21,52 +21,54 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 ACCUMULATED_BEGIN, ACCUMULATED_END = "<!-- accumulated: begin -->", "<!-- accumulated: end -->"
 """Between them a page holds the table of accumulation."""
 BATCH_SECONDS = 0.0404
-"""Of a batch of the text task of 0.5 M parameters, on two emulated nodes of two ranks: docs/results/outer.md, run A."""
+"""Seconds that a batch of the text task of 0.5 M parameters computes, on two emulated nodes of two ranks. Source:
+docs/results/outer.md, run A."""
 UPDATE_SECONDS = {"10 Mbit": 2.722 - BATCH_SECONDS, "100 Mbit": 8 * 2.908e6 / 100e6}
-"""What an exact sum takes besides: measured at 10 Mbit (the same page), at 100 Mbit computed from its 2908 kB."""
+"""Link rate -> seconds that an exact sum takes besides: measured at 10 Mbit (the same page), at 100 Mbit computed from
+its 2908 kB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One training."""
+    """Describes one training of the list."""
 
     task: str
     size: str
-    """About how many parameters."""
+    """Approximate number of parameters: `0.5M`."""
     optimizer: str
     """`muon`, or the task's own."""
     compressor: str
-    """gradwire's, `accumulate` or `Outer`."""
+    """Name of one of gradwire's compressors, `accumulate` or `Outer`."""
     options: Mapping[str, Option]
-    """Other than the compressor's defaults; of `accumulate`, the `batches` and a factor of the learning rate, `lr`; and
-    `OF_ALL`."""
+    """Options that differ from the compressor's defaults; for `accumulate` the number of `batches` and `lr`, a factor
+    of the learning rate; and the keys in `OF_ALL`."""
     seed: int
     steps: int
-    """Batches of each rank."""
+    """Number of batches of each rank."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for the same training."""
+        """Returns a hashable identity, equal for the same training."""
         return tuple(json.dumps(each, sort_keys=True) for each in asdict(self).values())
 
     @property
     def nodes(self) -> int:
-        """Of two ranks each."""
+        """Returns the number of nodes of two ranks each."""
         return int(cast(int, self.options.get(NODES_KEY, 2)))
 
     @property
     def exact(self) -> tuple[str, ...]:
-        """Patterns of the parameters that are not compressed."""
+        """Returns the name patterns of the parameters that are not compressed."""
         return tuple(filter(None, str(self.options.get(EXACT_KEY, "")).split(",")))
 
     @property
     def kind(self) -> tuple[str, str, int, int]:
-        """Task, size, steps and nodes: what is compared has these in common."""
+        """Returns task, size, steps and nodes, which compared trainings have in common."""
         return self.task, self.size, self.steps, self.nodes
 
     @property
     def method(self) -> str:
-        """The compressor with its options, as a list has it, but for the nodes."""
+        """Returns the compressor with its options, as in the list of trainings, without the number of nodes."""
         shown = {key: value for key, value in self.options.items() if key != NODES_KEY}
         return self.compressor + (json.dumps(shown, separators=(",", ":")) if shown else "")
 
@@ -77,25 +79,25 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a training came to, where and when."""
+    """Holds the result of a training, with machine and date."""
 
     entry: Entry
     curve: tuple[tuple[int, float], ...]
-    """(updates, quality), ascending."""
+    """(number of updates, quality), ascending."""
     ratio: float
-    """Times fewer bytes between the nodes than float32 at every batch."""
+    """Bytes of float32 gradients at every batch over the bytes sent between the nodes."""
     processor_seconds: float | None
-    """Of this process, for the whole training; None where nobody noted it."""
+    """Processor time of this process for the whole training; None if it was not recorded."""
     date: str
     machine: str
     load: float | None
-    """Of the machine over the last 15 minutes, when it ended; None where nobody noted it."""
+    """Load of the machine over the last 15 minutes, at the end; None if it was not recorded."""
     source: str = field(default=SOURCE)
-    """What trained it."""
+    """Name of the tool that trained it."""
 
     @property
     def quality(self) -> float:
-        """At the end."""
+        """Returns the quality at the end of the training."""
         return self.curve[-1][1]
 
 
@@ -103,7 +105,7 @@ def results_from(file: Path) -> list[Result]:
     """Reads a data file; one that does not exist holds nothing.
 
     Raises:
-        ValueError: A line is none of this tool's.
+        ValueError: A line was not written by this tool.
     """
     found = []
     for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
@@ -127,7 +129,7 @@ def tables(results: Sequence[Result]) -> str:
     """Returns a table for each task, size and number of steps: a row a method, and how far it ends behind an exact sum.
 
     Args:
-        results: In any order; those of accumulation are in `accumulations`.
+        results: Results in any order; those of `accumulate` are left out, see `accumulations`.
     """
     parts = []
     results = [each for each in results if each.entry.compressor != ACCUMULATE]
@@ -157,7 +159,7 @@ def accumulations(results: Sequence[Result]) -> str:
     """Returns a table of the trainings with an exact sum for several batches; empty if there are none.
 
     Args:
-        results: In any order.
+        results: Results in any order; only those of `accumulate` are shown.
     """
     mine = [each for each in results if each.entry.compressor == ACCUMULATE]
     if not mine:
@@ -175,13 +177,14 @@ def accumulations(results: Sequence[Result]) -> str:
 
 
 def over_exact(results: Sequence[Result], everything: Sequence[Result]) -> list[float]:
-    """Returns how far the results lie behind an exact sum of the same optimizer and seed; those without one are left.
+    """Returns how much worse each result is than an exact sum with the same optimizer and seed, in units of quality.
 
-    What lies ahead of it has a minus, whether the task's quality is a loss or an accuracy.
+    A better result is negative, whether the quality is a loss or an accuracy. Results without a matching exact sum are
+    left out.
 
     Args:
-        results: Of one method.
-        everything: Of the same kind.
+        results: Results of one method.
+        everything: All results of the same kind, exact sums included.
     """
     exact = {(each.entry.optimizer, each.entry.seed): each.quality for each in everything if each.entry.method == EXACT}
     keys = [(each.entry.optimizer, each.entry.seed) for each in results]
@@ -207,7 +210,7 @@ def _words(results: Sequence[Result], everything: Sequence[Result]) -> list[str]
 
 
 def _places(results: Sequence[Result]) -> str:
-    """What was run where and when: each source once."""
+    """Returns a list in Markdown with a line for each source: number of trainings, machine, dates and load."""
     groups: dict[str, list[Result]] = {}
     for each in results:
         groups.setdefault(each.source, []).append(each)
@@ -233,11 +236,11 @@ def draw(results: Sequence[Result], file: Path) -> None:
     """Draws how far each method ends behind an exact sum: a point a seed, a colour an optimizer.
 
     Args:
-        results: Of them those of the most frequent task, size and steps.
-        file: Overwritten.
+        results: Results of any kind; only those of the most frequent kind (task, size, steps, nodes) are drawn.
+        file: Picture to write, overwritten.
 
     Raises:
-        ValueError: No result has an exact one beside it.
+        ValueError: No result has a matching exact sum.
         RuntimeError: matplotlib is not installed.
     """
     results = [each for each in results if each.entry.compressor != ACCUMULATE]

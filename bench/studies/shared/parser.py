@@ -7,11 +7,11 @@ from gradwire.bench.emulation.paths import PathOptions
 
 
 class StudyParser(argparse.ArgumentParser):
-    """A study's parser, whose help begins with what the study says of itself.
+    """Parses a study's command line; its help begins with the module's docstring.
 
     Args:
-        module: The study's name below gradwire.bench.studies.
-        doc: Its docstring.
+        module: Name of the study's module below gradwire.bench.studies.
+        doc: Docstring of the module.
     """
 
     def __init__(self, module: str, doc: str | None) -> None:
@@ -22,11 +22,11 @@ class StudyParser(argparse.ArgumentParser):
         )
 
     def add_names(self, what: str, known: Iterable[str]) -> None:
-        """Adds the words that come without an option: some of `known`, all of them if there are none.
+        """Adds positional words, each of which has to be one of `known`; none of them stands for all.
 
         Args:
-            what: Each of them is; the attribute is this with an s behind it.
-            known: All that there are.
+            what: Kind of the words, in the singular; the attribute is its plural with `s`.
+            known: Allowed words.
         """
         names = ", ".join(known)
 
@@ -39,18 +39,18 @@ class StudyParser(argparse.ArgumentParser):
         self.add_argument(f"{what}s", nargs="*", metavar=what.upper(), type=one_of_them, help=text)
 
     def add_path(self) -> None:
-        """Adds what lies between the nodes: see `path_of` and `path_words`."""
+        """Adds the options `--delay` and `--loss` of the path between nodes, see `path_of` and `path_words`."""
         self.add_argument("--delay", help="one way, between the nodes: 40ms")
         self.add_argument("--loss", help="of the packets that a node sends: 0.1%%")
 
 
 def path_of(options: argparse.Namespace) -> PathOptions:
-    """What lies between the nodes, of a parser with `add_path`."""
+    """Returns the delay and loss between the nodes, from the options of a parser with `add_path`."""
     return PathOptions(delay=options.delay, loss=options.loss)
 
 
 def path_words(options: argparse.Namespace) -> str:
-    """The same, for a title: `, 40ms one way, 0.1% loss`; empty where nothing lies there."""
+    """Returns delay and loss for a title: `, 40ms one way, 0.1% loss`; empty if neither is set."""
     if not options.delay and not options.loss:
         return ""
     return f", {options.delay or 'no delay'} one way, {options.loss or 'no'} loss"

@@ -35,7 +35,11 @@ def _busy_seconds() -> float:
 
 @contextmanager
 def serve_store() -> Iterator[tuple[int, Callable[[], float]]]:
-    """A TCPStore that a process of its own serves: its port, and a function of how many seconds it has worked."""
+    """Serves a TCPStore in a process of its own for the length of a `with` block.
+
+    Yields:
+        (port of the store, function that returns the processor seconds its process has used so far).
+    """
     here, there = multiprocessing.Pipe()
     parent = os.getpid()
     server = os.fork()  # no Process: at its own end, a rank forked later would end those of this process

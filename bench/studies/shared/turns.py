@@ -12,20 +12,20 @@ from gradwire.bench.emulation.fork import START_TIMEOUT, ForkedRank, hear_forked
 from gradwire.comms.bootstrap.compat import Store, store_of
 
 Make = Callable[[Store], Sequence[Configuration]]
-"""Makes the configurations, on all ranks alike; given the store of the default group."""
+"""Function of the default group's store that makes the configurations, the same on all ranks."""
 
 
 def tell_turns(
     place: ForkedRank, make: Make, *, rounds: int, warmup: int = 1, timeout: timedelta = START_TIMEOUT
 ) -> int:
-    """One rank's part; returns its status. Rank 0 tells every round of all configurations.
+    """Runs one rank's part of a comparison, and returns its exit status 0; rank 0 reports every round.
 
     Args:
-        place: Where this rank is.
-        make: See `Make`.
-        rounds: Timed rounds.
-        warmup: Rounds before them.
-        timeout: Of the default group.
+        place: This rank of the forked job.
+        make: Function that makes the configurations, see `Make`.
+        rounds: Number of timed rounds.
+        warmup: Number of rounds before them.
+        timeout: Timeout of the default group.
     """
     torch.set_num_threads(1)
     place.connect(timeout)
@@ -34,7 +34,7 @@ def tell_turns(
 
 
 def _taken(place: ForkedRank, make: Make, rounds: int, warmup: int) -> list[dict[str, object]]:
-    """The configurations' models are gone when it returns."""
+    """Runs the rounds and returns their figures; the configurations' models are freed before it returns."""
     group = dist.group.WORLD
     assert group is not None
     configurations = make(store_of(group))
@@ -43,12 +43,12 @@ def _taken(place: ForkedRank, make: Make, rounds: int, warmup: int) -> list[dict
 
 
 def hear_turns(module: str, arguments: Sequence[str], **cluster: Any) -> dict[str, Configuration]:
-    """Name -> the rounds of a configuration, of a module whose `rank_main` calls `tell_turns`.
+    """Runs a module whose `rank_main` calls `tell_turns` on an emulated cluster, and returns its figures by name.
 
     Args:
-        module: Below gradwire.bench.studies.
-        arguments: Passed to every rank.
-        cluster: As for `hear_forked`.
+        module: Name of the module below gradwire.bench.studies.
+        arguments: Arguments that every rank receives.
+        cluster: Keyword arguments of `hear_forked`, such as the nodes and the link.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.

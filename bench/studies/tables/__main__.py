@@ -18,7 +18,7 @@ RESULTS = Path("docs/results")
 
 
 def pages(folder: Path) -> dict[Path, str]:
-    """Each page that has tables -> its text with the tables of the data.
+    """Returns every page of a folder with tables made from the data: file -> its text.
 
     Args:
         folder: docs/results of a checkout.
@@ -42,7 +42,7 @@ def pages(folder: Path) -> dict[Path, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Writes or checks; returns 1 where a page differs and is only checked, 2 where something cannot be read."""
+    """Writes the pages, or with `--check` compares them; returns 0, 1 for a difference, 2 for an unreadable file."""
     parser = StudyParser("tables", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where a page differs from its data")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help=f"default: {RESULTS}")

@@ -11,28 +11,28 @@ PRINTED_BEGIN, PRINTED_END = "<!-- printed -->", "<!-- /printed -->"
 
 
 def of_optimizers(page: str, data: Path) -> str:
-    """docs/results/optimizers.md, from the lines of the queue of trainings."""
+    """Fills the tables of docs/results/optimizers.md from the results of the queue of trainings."""
     from gradwire.bench.studies.convergence import queue
 
     return queue.with_tables(page, data / "optimizers.jsonl")
 
 
 def of_injected_faults(page: str, data: Path) -> str:
-    """docs/results/diagnosis.md, from the lines of injected faults."""
+    """Fills the table of docs/results/diagnosis.md from the results of injected faults."""
     from gradwire.bench.studies.watch import injected
 
     return injected.with_table(page, injected.Outcomes(data / "watch.jsonl").all)
 
 
 def of_gpu_plans(page: str, data: Path) -> str:
-    """docs/results/gpu_plans.md: what the model of costs says now."""
+    """Fills the tables of docs/results/gpu_plans.md with current predictions of the cost model."""
     from gradwire.bench.studies.gpu import plans
 
     return plans.with_tables(page)
 
 
 def of_public_models(page: str, data: Path) -> str:
-    """docs/results/models_by_link.md: what `gradwire predict --models` says now."""
+    """Fills the tables of docs/results/models_by_link.md with the output of `gradwire predict --models`."""
     command = [sys.executable, "-m", "gradwire", "predict", "--preset", "pcie_box", "--models", "--markdown"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -46,4 +46,4 @@ MADE: dict[str, Callable[[str, Path], str]] = {
     "gpu_plans": of_gpu_plans,
     "models_by_link": of_public_models,
 }
-"""Name of a page -> what makes those of its tables that no CSV file holds, of its text and the folder of the data."""
+"""Name of a page -> function of (its text, folder of the data) that fills the tables which no CSV file holds."""

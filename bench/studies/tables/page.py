@@ -26,14 +26,14 @@ Rows = Sequence[Sequence[str]]
 
 
 def with_tables(page: str, folder: Path) -> str:
-    """The page with the tables that its files give.
+    """Returns a page with its tables made from CSV files.
 
     Args:
-        page: Markdown.
-        folder: Of the page's CSV files.
+        page: Text of the page in Markdown.
+        folder: Folder with the page's CSV files.
 
     Raises:
-        ValueError: A place is written otherwise, or its file is missing, empty or has rows of unlike lengths.
+        ValueError: A table's mark has another form, or its file is missing, empty or has rows of unequal lengths.
     """
     if len(_OPENED.findall(page)) != len(_PLACE.findall(page)):
         raise ValueError("a place of a table is not `<!-- data: FILE.csv -->` or `..., columns 1, 3-5 -->` to `/data`")
@@ -50,16 +50,16 @@ def with_tables(page: str, folder: Path) -> str:
 
 
 def put_between(page: str, text: str, first: str, last: str) -> str:
-    """The page with other text between two of its lines.
+    """Returns a page with the text between two of its lines replaced.
 
     Args:
-        page: Markdown.
-        text: What is to stand there.
-        first: The line before it.
-        last: The line behind it.
+        page: Text of the page in Markdown.
+        text: New text between the lines.
+        first: Line before the text; kept.
+        last: Line after the text; kept.
 
     Raises:
-        ValueError: The page has no such place.
+        ValueError: The page does not have both lines in this order.
     """
     before, begin, rest = page.partition(first)
     _, end, after = rest.partition(last)
@@ -69,22 +69,22 @@ def put_between(page: str, text: str, first: str, last: str) -> str:
 
 
 def files_of(page: str) -> set[str]:
-    """The names of the CSV files from which a page has tables.
+    """Returns the names of the CSV files from which a page has tables.
 
     Args:
-        page: Markdown.
+        page: Text of the page in Markdown.
     """
     return {found["file"] for found in _PLACE.finditer(page)}
 
 
 def read(file: Path) -> list[list[str]]:
-    """The rows of a file, the names of the columns first.
+    """Reads the rows of a CSV file, the names of the columns first.
 
     Args:
-        file: CSV.
+        file: CSV file.
 
     Raises:
-        ValueError: It is missing, empty, or has rows of unlike lengths.
+        ValueError: The file is missing, empty, or has rows of unequal lengths.
     """
     if not file.exists():
         raise ValueError(f"{file} is missing; a page has a table from it")
@@ -96,11 +96,11 @@ def read(file: Path) -> list[list[str]]:
 
 
 def write(file: Path, rows: Rows) -> None:
-    """Writes a file of data; its folder is made.
+    """Writes a CSV file, and makes its folder if necessary.
 
     Args:
-        file: CSV.
-        rows: The names of the columns first.
+        file: CSV file, overwritten.
+        rows: Cells by row, the names of the columns first.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", newline="", encoding="utf-8") as lines:
@@ -108,10 +108,10 @@ def write(file: Path, rows: Rows) -> None:
 
 
 def markdown(rows: Rows) -> str:
-    """Rows as a table of Markdown, columns of numbers flush right.
+    """Formats rows as a table in Markdown, with columns of numbers aligned right.
 
     Args:
-        rows: The names of the columns first.
+        rows: Cells by row, the names of the columns first; at least one more row.
     """
     right = [
         any(cell[:1].isdigit() for cell in column) and all(_NUMBER.match(cell) for cell in column)
@@ -126,7 +126,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _columns(words: str, count: int, file: str) -> list[int]:
-    """`1, 3-5` -> [0, 2, 3, 4]."""
+    """Parses the numbers of columns: `1, 3-5` -> [0, 2, 3, 4]; raises ValueError for a column that does not exist."""
     found: list[int] = []
     for part in words.split(","):
         first, _, last = part.strip().partition("-")

@@ -49,7 +49,7 @@ from gradwire.bench.studies.watch.job import (
 from gradwire.comms.watch.activity import QUEUE
 
 WARMED = ("gradwire.comms.watch.session", "torch._dynamo", "torch.distributed.pipelining")
-"""What ranks would each import for themselves, later."""
+"""Modules that are imported before ranks are forked, so that not every rank imports them for itself."""
 
 RANKS = 4
 LIMIT_SECONDS = 600.0
@@ -74,12 +74,12 @@ BEGIN, END = "<!-- injected: begin -->", "<!-- injected: end -->"
 
 
 def watched(work: Callable[[], object], rank: int, port: int) -> None:
-    """What a forked rank does: watches itself, works, and prints what that returns on rank 0.
+    """Runs a function as a forked rank under `gradwire.watch`; rank 0 prints its result.
 
     Args:
-        work: Given a default group.
-        rank: This one.
-        port: Of the ranks' store.
+        work: Function to run in the default group; its result is written as JSON.
+        rank: Number of this rank.
+        port: Port of the ranks' store.
     """
     logging.basicConfig(format="%(created).3f %(message)s")
     torch.set_num_threads(1)
@@ -92,10 +92,10 @@ def watched(work: Callable[[], object], rank: int, port: int) -> None:
 
 
 def outcome_of(work: Callable[[], object]) -> Any:
-    """What a job's rank 0 returns.
+    """Runs a job under the watch and returns the result of its rank 0.
 
     Args:
-        work: Of each rank, given a default group.
+        work: Function that each rank runs in the default group.
 
     Raises:
         RuntimeError: The job failed.
@@ -104,11 +104,11 @@ def outcome_of(work: Callable[[], object]) -> Any:
 
 
 def injected_delays(kind: str, ranks: Sequence[int]) -> list[InjectedDelay]:
-    """What the watch says of delays in one job.
+    """Delays ranks of one job in turn, and returns which ranks the watch named each time.
 
     Args:
-        kind: Of the job.
-        ranks: Who is late, in turn.
+        kind: Kind of the job, one of `KINDS`.
+        ranks: Ranks to delay, in this order.
 
     Raises:
         RuntimeError: The job failed.
@@ -117,7 +117,7 @@ def injected_delays(kind: str, ranks: Sequence[int]) -> list[InjectedDelay]:
 
 
 def delays_of(found: Sequence[dict[str, Any]]) -> list[InjectedDelay]:
-    """From what `dataclasses.asdict` has made, by way of JSON."""
+    """Rebuilds the delays from dictionaries that `dataclasses.asdict` made and JSON stored."""
     return [
         InjectedDelay(each["rank"], *(tuple(NamedRank(**named) for named in each[when]) for when in ("named", "after")))
         for each in found
@@ -125,11 +125,14 @@ def delays_of(found: Sequence[dict[str, Any]]) -> list[InjectedDelay]:
 
 
 def injected_disagreement(fault: str, rank: int) -> float | None:
-    """Seconds until a disagreement was explained; None where it was not, or not before the time-out.
+    """Injects a disagreement and returns the seconds until the watch explained it.
 
     Args:
-        fault: One of `DISAGREEMENTS`.
-        rank: Who disagrees.
+        fault: Key of `DISAGREEMENTS`.
+        rank: Rank that disagrees.
+
+    Returns:
+        None if the watch did not explain it, or not before the time-out.
     """
     work = partial(job.train, fault, rank, FAULT_STEP + STEPS_TO_NAME)
     _, text = run_ranks(RANKS, partial(watched, work), LIMIT_SECONDS)
@@ -144,13 +147,13 @@ def injected_disagreement(fault: str, rank: int) -> float | None:
 
 
 def healthy(steps: int) -> tuple[list[NamedRank], float]:
-    """Trains where nobody is late.
+    """Trains without a late rank.
 
     Args:
-        steps: How many.
+        steps: Number of steps.
 
     Returns:
-        Whom the watch has named, and the seconds of a step.
+        (ranks that the watch named nevertheless, seconds of a step).
 
     Raises:
         RuntimeError: The job failed.
@@ -166,7 +169,7 @@ def healthy(steps: int) -> tuple[list[NamedRank], float]:
 
 
 def delay_row(kind: str, found: Sequence[InjectedDelay]) -> str:
-    """A row of the table: how many were named, and who was named without being late."""
+    """Returns a table row: how many late ranks were named, and how often others were named."""
     right = sum(own_names(each) == {each.rank} for each in found)
     others = [named for each in found for named in (*each.named, *each.after) if named.rank != each.rank]
     said = f"{right} of {len(found)} named within {STEPS_TO_NAME} steps{besides(others)}"
@@ -174,12 +177,12 @@ def delay_row(kind: str, found: Sequence[InjectedDelay]) -> str:
 
 
 def own_names(delay: InjectedDelay) -> set[int]:
-    """Whom the watch has named while a rank was late, but for those that waited for a processor."""
+    """Returns the ranks named during a delay, without other ranks that only waited for a processor."""
     return {each.rank for each in delay.named if each.rank == delay.rank or each.busy_with != QUEUE}
 
 
 def besides(others: Sequence[NamedRank]) -> str:
-    """Who was named besides: ranks that waited for a processor on a busy machine were late, too."""
+    """Returns a clause on how often other ranks were named, and how often only for waiting for a processor."""
     queued = sum(each.busy_with == QUEUE for each in others)
     if not others:
         return ", nobody else"
@@ -187,28 +190,28 @@ def besides(others: Sequence[NamedRank]) -> str:
 
 
 def disagreement_row(fault: str, found: Sequence[float | None]) -> str:
-    """A row of the table: how many were explained, and after how long."""
+    """Returns a table row: how many disagreements were explained, and after how many seconds."""
     seconds = [each for each in found if each is not None]
     after = f", after {min(seconds):.1f} to {max(seconds):.1f} s" if seconds else ""
     return f"| {DISAGREEMENTS[fault]} | {len(seconds)} of {len(found)} explained with file and line{after} |"
 
 
 def healthy_row(steps: int, named: Sequence[NamedRank], seconds: float) -> str:
-    """A row of the table: who was named though nobody was late."""
+    """Returns a table row: which ranks were named although none was late."""
     whom = ", ".join(f"rank {each.rank} (in {each.busy_with})" for each in named) or "nobody"
     return f"| nothing: {steps:,} steps of DDP, {seconds * 1e3:.1f} ms each | {whom} named |"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one job, or the jobs of one fault, have come to: a line of the data file.
+    """Holds the result of one job, or of the jobs of one fault: a line of the data file.
 
     Attributes:
         part: `late`, `disagree` or `healthy`.
-        what: The kind of job, the fault, or the number of steps.
-        found: Of `injected_delays`, `injected_disagreement` or `healthy`, as JSON has it.
-        machine: On which, and when.
-        load: Of the machine, over the last five minutes of it.
+        what: Kind of job, fault, or number of steps, depending on the part.
+        found: Result of `injected_delays`, `injected_disagreement` or `healthy` as plain data.
+        machine: Machine and date.
+        load: Load of the machine over the last five minutes of the job.
     """
 
     part: str
@@ -219,7 +222,7 @@ class Outcome:
 
     @property
     def row(self) -> str:
-        """Of the table."""
+        """Returns the row of the table."""
         if self.part == "late":
             return delay_row(self.what, delays_of(self.found))
         if self.part == "disagree":
@@ -229,10 +232,10 @@ class Outcome:
 
 
 class Outcomes:
-    """The outcomes so far, in a data file and of this run.
+    """Collects the outcomes, those of a data file and those of this run.
 
     Args:
-        data: The file; None keeps them for this run alone.
+        data: Data file to read and append to; None keeps the outcomes in memory only.
     """
 
     def __init__(self, data: Path | None) -> None:
@@ -241,12 +244,12 @@ class Outcomes:
         self._data = data
 
     def missing(self, part: str, whats: Sequence[str]) -> list[str]:
-        """Of these what is still to be run."""
+        """Returns those of `whats` that have no outcome of this part yet."""
         known = {each.what for each in self.all if each.part == part}
         return [each for each in whats if each not in known]
 
     def add(self, outcome: Outcome) -> None:
-        """Keeps, shows, and writes down one more."""
+        """Adds an outcome, prints its row, and appends it to the data file."""
         self.all.append(outcome)
         print(outcome.row, flush=True)
         if self._data is not None:
@@ -255,14 +258,14 @@ class Outcomes:
 
 
 def with_table(page: str, outcomes: Sequence[Outcome]) -> str:
-    """A page with the table between its two marks.
+    """Returns a page with the table put between its two marks.
 
     Args:
-        page: Markdown, with `BEGIN` and `END`.
-        outcomes: A row each.
+        page: Text of the page in Markdown, with the lines `BEGIN` and `END`.
+        outcomes: Outcomes, a row each; at least one.
 
     Raises:
-        ValueError: The page has no such marks.
+        ValueError: The page lacks the marks.
     """
     order = {part: place for place, part in enumerate(PARTS)}
     rows = [each.row for each in sorted(outcomes, key=lambda each: order[each.part])]
@@ -274,7 +277,7 @@ def with_table(page: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def main() -> None:
-    """Runs all of it, or the parts that are asked for."""
+    """Runs the injections that have no result yet, all of them or the parts that the options select."""
     parser = StudyParser("watch.injected", __doc__)
     parser.add_argument("--only", choices=PARTS, help="this part alone (default: all)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="jobs with delays (default: all)")
@@ -309,7 +312,7 @@ def main() -> None:
 
 
 def in_turn(count: int, drawn: random.Random) -> list[int]:
-    """Ranks, drawn so that none follows itself."""
+    """Draws `count` ranks at random so that none follows itself."""
     ranks = [drawn.randrange(RANKS)]
     while len(ranks) < count:
         ranks.append((ranks[-1] + drawn.randrange(1, RANKS)) % RANKS)
