@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> Work:
-    """Issue an exchange; the messages are in their places in `flat` once the work has been waited for.
+    """Issues the messages of an exchange; they are in their places in `flat` once the work has been waited for.
 
     A rank that sends or receives a single message does so without a copy, unless it adds the message.
 
     Args:
         group: Transport of the transfer's members: gloo or MPI.
-        flat: 1-D, contiguous; changed in place. For sums, of a dtype that torch can add.
-        transfer: Messages with their places.
+        flat: 1-D, contiguous; changed in place. For a reduce-scatter, of a dtype that torch can add.
+        transfer: Messages with their places in `flat`, and whether they are added.
         rank: Global rank of this process.
 
     Raises:
@@ -66,11 +66,11 @@ def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> W
 
 
 def all_to_all_of(group: Transport, output: Tensor, source: Tensor, splits: Sequence[int]) -> Work:
-    """Send each rank its run of `source`, and receive this rank's run of every rank, in rank order.
+    """Sends each rank its run of `source`, and receives this rank's run of every rank, in rank order.
 
     Args:
         group: Transport: gloo or MPI.
-        output: 1-D, `group.size * splits[group.rank]` elements; takes the runs.
+        output: 1-D, `group.size * splits[group.rank]` elements; overwritten with the runs that arrive.
         source: 1-D, `sum(splits)` elements.
         splits: Elements of each rank's run, the same on all ranks.
 
@@ -82,6 +82,11 @@ def all_to_all_of(group: Transport, output: Tensor, source: Tensor, splits: Sequ
 
 
 def _unequal(group: Transport) -> "TorchTransport | MpiGroup":
+    """Returns the transport as one that can send unequal messages.
+
+    Raises:
+        TypeError: It cannot.
+    """
     if isinstance(group, TorchTransport):
         return group
     from gradwire.comms.transport.mpi import MpiGroup  # loaded only if MPI is used
@@ -92,11 +97,18 @@ def _unequal(group: Transport) -> "TorchTransport | MpiGroup":
 
 
 def _collected(runs: list[Tensor], like: Tensor) -> Tensor:
+    """Returns the runs as one 1-D tensor, without a copy if there is one run; `like` gives dtype and device."""
     if len(runs) == 1:
         return runs[0]
     return torch.cat(runs) if runs else like.new_empty(0)
 
 
 def _splits(members: Sequence[int], messages: dict[int, Message], width: int) -> list[int]:
-    """Return the bytes to or from each member."""
+    """Returns the bytes to, or from, each member.
+
+    Args:
+        members: Ranks of the exchange.
+        messages: Rank of the other end -> message; ranks without one get 0 bytes.
+        width: Bytes of one element.
+    """
     return [(messages[member].stop - messages[member].start) * width if member in messages else 0 for member in members]

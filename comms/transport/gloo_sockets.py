@@ -31,13 +31,13 @@ class Connection:
     inode: int
 
     def leave_to_parent(self) -> None:
-        """Close this process's copy of the connection, in a forked child."""
+        """Closes this process's copy of the connection, in a forked child."""
         with suppress(OSError):  # closed before the fork
             if os.fstat(self.descriptor).st_ino == self.inode:
                 replace_descriptor(self.descriptor)
 
     def shut_down(self) -> None:
-        """Shut down the connection for both ends, unless it is closed. The descriptor stays open for its owner."""
+        """Shuts down the connection for both ends, unless it is closed. The descriptor stays open for its owner."""
         try:
             copy = os.dup(self.descriptor)
         except OSError:  # closed by its owner
@@ -62,7 +62,7 @@ class GlooSockets:
         leave_to_parent(self)
 
     def opened_by(self, make: Callable[[], Result]) -> Result:
-        """Call `make`, record the sockets that are opened meanwhile, and return its result."""
+        """Calls `make`, records the sockets that are opened meanwhile, and returns its result."""
         before, listening = set(connections()), set(listeners())
         made = make()
         self.connections += [connection for connection in connections() if connection not in before]
@@ -70,7 +70,7 @@ class GlooSockets:
         return made
 
     def shut_down(self) -> None:
-        """Shut down the connections, so that collectives in flight on them fail at once, here and at the other ends.
+        """Shuts down the connections, so that collectives in flight on them fail at once, here and at the other ends.
 
         Gloo itself cannot be aborted (`abort` does nothing): a collective waits until its time-out, and so does the
         destructor of its group, while the process at the other end lives.
@@ -81,23 +81,23 @@ class GlooSockets:
             connection.shut_down()
 
     def leave_to_parent(self) -> None:
-        """Close a forked child's copies of the sockets: with them open, peers would not notice the parent's exit."""
+        """Closes a forked child's copies of the sockets: with them open, peers would not notice the parent's exit."""
         for connection in (*self.connections, *self._listening):
             connection.leave_to_parent()
 
 
 def connections() -> Iterator[Connection]:
-    """Return the TCP connections of this process that have a send time-out, as all of gloo's have; on Linux."""
+    """Returns the TCP connections of this process that have a send time-out, as all of gloo's have; on Linux."""
     return _sockets(lambda each: any(each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)))
 
 
 def listeners() -> Iterator[Connection]:
-    """Return the sockets at which this process listens for TCP connections; on Linux."""
+    """Returns the sockets at which this process listens for TCP connections; on Linux."""
     return _sockets(lambda each: bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
 
 
 def _sockets(wanted: Callable[[socket.socket], bool]) -> Iterator[Connection]:
-    """Yield the TCP sockets of this process for which `wanted` is true."""
+    """Yields the TCP sockets of this process for which `wanted` is true."""
     for descriptor, connection in tcp_sockets():
         if wanted(connection):
             yield Connection(descriptor, os.fstat(connection.fileno()).st_ino)

@@ -44,13 +44,13 @@ class Transport(Protocol):
         """Number of ranks."""
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """Replace `tensor` by the sum of `scale * tensor` over the ranks, with the same bits on all ranks.
+        """Replaces `tensor` by the sum of `scale * tensor` over the ranks, with the same bits on all ranks.
 
         If the memory for the sum cannot be allocated, `tensor` is left as it was.
         """
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
-        """Sum `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
+        """Sums `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
 
         Args:
             tensor: 1-D; undefined outside this rank's slice afterwards.
@@ -59,23 +59,37 @@ class Transport(Protocol):
         """
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """Copy every rank's slice to all ranks, in place; the inverse of `reduce_scatter`."""
+        """Copies every rank's slice, as in `reduce_scatter`, to all ranks, in place.
+
+        Args:
+            tensor: 1-D; slices of the other ranks are overwritten.
+            bounds: `size + 1` ascending offsets; rank r's slice is `tensor[bounds[r]:bounds[r + 1]]`.
+        """
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """Send the r-th of `size` equal parts of `source` (along dim 0) to rank r; `output` has the same shape."""
+        """Sends the r-th of `size` equal parts of `source` (along dim 0) to rank r.
+
+        Args:
+            output: Overwritten with the parts that arrive, in rank order; of the shape of `source`.
+            source: Parts to send, in rank order.
+        """
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """Fill `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Copy `tensor` of rank `root` to all ranks, in place."""
+        """Copies `tensor` of rank `root` to all ranks, in place."""
 
 
 class IssuesTogether(Protocol):
     """A transport that can merge several collectives into fewer messages or kernels."""
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
-        """Issue the collectives as one; None, with nothing issued, if issuing them one by one is better."""
+        """Issues the collectives as one, and returns its work.
+
+        Returns:
+            The work; None, with nothing issued, if issuing them one by one is better. The same on all ranks.
+        """
 
 
 @runtime_checkable
@@ -83,7 +97,7 @@ class Abortable(Protocol):
     """A transport whose waits can be ended by another thread."""
 
     def abort(self, reason: str) -> None:
-        """End all waits with an error.
+        """Ends all waits, present and later ones, with an error.
 
         Thread safety: may be called from any thread.
 
@@ -101,10 +115,10 @@ class MeetsInPairs(Protocol):
         """Number of ranks."""
 
     def connect_both_ways(self) -> object:
-        """Connect all members a second time, for messages to lower ranks; all of them call it."""
+        """Connects all members a second time, for messages to lower ranks; all of them call it."""
 
     def connect_for(self, nbytes: int) -> None:
-        """Connect the second time if messages of `nbytes` would do so; all members call it with the same number."""
+        """Calls `connect_both_ways` if messages of `nbytes` need it; all members call it with the same number."""
 
 
 @runtime_checkable
@@ -112,7 +126,7 @@ class OfOneNode(Abortable, Protocol):
     """A transport of the ranks of one node, through shared memory."""
 
     def close(self) -> None:
-        """Release the shared memory."""
+        """Releases the shared memory."""
 
 
 FIRST_LANE: Lane = (0, 0)
@@ -120,7 +134,7 @@ FIRST_LANE: Lane = (0, 0)
 
 
 def check_transport(transport: str, device: torch.device | None = None) -> None:
-    """Check that this process can use a transport.
+    """Checks that this process can use a transport.
 
     Called before the ranks connect: a rank that raises later may be the one that serves the store.
 
@@ -245,15 +259,15 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         return made
 
     def peer_wait(self, members: Sequence[int]) -> PeerWait:
-        """Return the liveness check for a wait of some ranks, this one among them, for example while they connect.
+        """Returns the liveness check for a wait of some ranks, this one among them, for example while they connect.
 
         Args:
-            members: Global ranks.
+            members: Global ranks that wait for each other.
         """
         return PeerWait(members, members.index(self._rank), self.ended, self._given_up)
 
     def connect(self, wanted: Mapping[tuple[Lane, tuple[int, ...]], bool], nbytes: int) -> None:
-        """Connect the transports that buckets need and this rank is a member of, one after the other.
+        """Connects the transports that buckets need and this rank is a member of, one after the other.
 
         Args:
             wanted: (Lane, global ranks) -> True if the members send each other parts of a bucket. The same on all
@@ -278,11 +292,11 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 made.connect_for(nbytes // made.size)
 
     def _serving(self, lane: Lane) -> Lane:
-        """Return the lane whose transport serves `lane`: the first one on CUDA, elsewhere itself."""
+        """Returns the lane whose transport serves `lane`: the first one on CUDA, elsewhere itself."""
         return FIRST_LANE if self._device.type == "cuda" else lane
 
     def abort(self, reason: str) -> None:
-        """End the waits of this rank, and of ranks that wait for it in shared memory or in NCCL.
+        """Ends the waits of this rank, and of ranks that wait for it in shared memory or in NCCL.
 
         NCCL's communicators are aborted all at once, in the background. A wait for one to connect ends, too; NCCL's own
         thread continues in the background.
@@ -298,7 +312,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 group.abort(reason)
 
     def disconnect(self) -> None:
-        """Shut down gloo's connections, so that collectives in flight on them fail at once, at both ends.
+        """Shuts down gloo's connections, so that collectives in flight on them fail at once, at both ends.
 
         Thread safety: may be called from any thread.
         """
@@ -307,7 +321,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 group.disconnect()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Release shared memory and connections. Later uses of a new (lane, members) raise a RuntimeError.
+        """Releases shared memory and connections. Later uses of a new (lane, members) raise a RuntimeError.
 
         NCCL's communicators are closed in the order in which they were made, which is the same on all ranks; each after
         all members have finished with it, unless a collective has failed.
@@ -331,6 +345,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self.clear()
 
     def _close_nccl(self, lane: Lane, members: tuple[int, ...], seconds: float) -> None:
+        """Closes one communicator of NCCL, after all members have finished with it or `seconds` are over."""
         from gradwire.comms.transport.launch_order import devices
 
         group = cast("NcclTransport", self[lane, members])
@@ -339,6 +354,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         devices.leave(group)
 
     def _make(self, lane: Lane, members: tuple[int, ...]) -> Transport:
+        """Returns a new, connected transport: NCCL on CUDA, shared memory in a node, else MPI or gloo."""
         name = self._name_of(lane, members)
         index, size = members.index(self._rank), len(members)
         if self._device.type == "cuda":
@@ -362,7 +378,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         return f"{lane[0]}.{lane[1]}/{'-'.join(map(str, members))}"
 
     def _make_nccl(self, name: str, members: tuple[int, ...]) -> "NcclTransport":
-        """Return a connected NCCL transport. `abort` reaches it while it still connects."""
+        """Returns a connected NCCL transport; `abort` ends the connecting as well."""
         from gradwire.comms.transport import nccl
         from gradwire.comms.transport.launch_order import devices
 

@@ -35,7 +35,7 @@ class Issued(Protocol):
     """A collective that has been issued, or an event after it."""
 
     def wait(self) -> object:
-        """Make the current stream wait for it."""
+        """Makes the current stream wait for the collective; the host does not wait."""
 
 
 class Issuer(Protocol):
@@ -71,20 +71,20 @@ class LaunchSerializer:
         self._last: tuple[object, Sequence[Issued]] | None = None
 
     def wait_for_others(self, communicator: object) -> None:
-        """Make the current stream wait for the last collective, if another communicator issued it.
+        """Makes the current stream wait for the last collective, if another communicator issued it.
 
         Args:
-            communicator: The one that issues next; None waits in any case.
+            communicator: Communicator that issues next; None waits in any case.
         """
         if self._last is not None and self._last[0] is not communicator:
             for work in self._last[1]:
                 work.wait()
 
     def took(self, communicator: object, works: Sequence[Issued]) -> None:
-        """Record the collectives that were issued last.
+        """Records the collectives that were issued last.
 
         Args:
-            communicator: The one that issued them.
+            communicator: Communicator that has issued them.
             works: Works of the collectives.
         """
         self._last = communicator, works
@@ -112,10 +112,13 @@ class TorchIssuer:
         return self._communicator
 
     def issue(self, collective: Callable[[], Result]) -> Result:
-        """Issue a collective of torch from the current stream, and return what `collective` returns.
+        """Issues a collective of torch from the current stream, after those of other communicators.
 
         Args:
             collective: Issues it, and returns its work, or None if the current stream already waits for it.
+
+        Returns:
+            The result of `collective`.
         """
         if self.serializer is None:
             return collective()
@@ -127,12 +130,12 @@ class TorchIssuer:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a CUDA device."""
+    """Returns the number of multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def most_ctas(device: torch.device) -> int:
-    """Return NCCL's own limit of a kernel's thread blocks on a CUDA device: 32, from Blackwell on 64.
+    """Returns NCCL's own limit of a kernel's thread blocks on a CUDA device: 32, from Blackwell on 64.
 
     Source: NCCL's user guide, NCCL_MAX_CTAS, and MAXCHANNELS in its src/include/device.h.
     """
@@ -140,7 +143,7 @@ def most_ctas(device: torch.device) -> int:
 
 
 class Devices:
-    """The communicators of this process that gradwire issues on, by device."""
+    """Registers the communicators of this process by device, and orders their launches where that is necessary."""
 
     def __init__(self) -> None:
         self._issuers: dict[int, WeakSet[Issuer]] = {}
@@ -148,7 +151,7 @@ class Devices:
         self._kept: bool | None = None
 
     def prepare(self, several: bool) -> None:
-        """Ask NCCL to keep the order, if it has not read the variable yet. Call it before a communicator is made.
+        """Asks NCCL to keep the order of launches, if it has not started yet; called before a communicator is made.
 
         Args:
             several: True if collectives of more than one communicator will be in flight on one device.
@@ -160,10 +163,10 @@ class Devices:
             self._kept = known and launch_order() is True
 
     def join(self, issuer: Issuer, device: torch.device) -> None:
-        """Add a communicator. Once the kernels of all of them do not fit on the device, they run one after the other.
+        """Adds a communicator; if the kernels of all of them do not fit on the device, they run one after the other.
 
         Args:
-            issuer: Issues on the communicator.
+            issuer: Object that issues on the communicator.
             device: CUDA device with an index.
         """
         issuers = self._issuers.setdefault(device.index, WeakSet())
@@ -190,11 +193,11 @@ class Devices:
             each.serializer = serializer
 
     def serves(self, device: torch.device) -> bool:
-        """Return True if gradwire has a communicator on `device`, a CUDA device with an index."""
+        """Returns whether gradwire has a communicator on `device`, a CUDA device with an index."""
         return bool(self._issuers.get(device.index))
 
     def wait_for_last(self, device: torch.device) -> None:
-        """Make the current stream wait for the last collective, if communicators run one after the other here.
+        """Makes the current stream wait for the last collective, if communicators run one after the other here.
 
         Needed before torch issues a collective on a group of its own that the current stream will wait for.
 
@@ -206,7 +209,7 @@ class Devices:
             serializer.wait_for_others(None)
 
     def leave(self, issuer: Issuer) -> None:
-        """Remove an issuer whose communicator is closed."""
+        """Removes an issuer whose communicator is closed."""
         issuer.serializer = None
         for index, issuers in self._issuers.items():
             issuers.discard(issuer)

@@ -47,7 +47,7 @@ _POLL_SECONDS = (0.0, 0.0, 0.0, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6)
 
 
 def load() -> ModuleType:
-    """Return the module of mpi4py, with MPI initialised for several threads.
+    """Returns the module of mpi4py, with MPI initialised for several threads.
 
     Raises:
         RuntimeError: mpi4py is missing, or MPI does not support several threads.
@@ -65,7 +65,7 @@ def load() -> ModuleType:
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup":
-    """Make the communicators of a group; only its members take part.
+    """Makes the communicators of a group; only its members take part.
 
     Args:
         store: Store with a prefix of its own for this group.
@@ -162,12 +162,12 @@ class MpiGroup:
         return _Request(request, (sent, received), "exchange", self._seconds)
 
     def close(self) -> None:
-        """Free the communicators; all members call it."""
+        """Frees the communicators; all members call it."""
         self._second.Free()
         self._first.Free()
 
     def _scatter(self, flat: Tensor, bounds: Sequence[int], scale: float) -> Work:
-        """Send each slice to its owner, which adds the slices of all ranks in rank order."""
+        """Sends each slice to its owner, which adds the slices of all ranks in rank order: a reduce-scatter."""
         width = flat.element_size()
         own = bounds[self.rank + 1] - bounds[self.rank]
         received = flat.new_empty((self.size, own))
@@ -190,7 +190,14 @@ class MpiGroup:
 
 
 class _Request:
-    """A work for a request of MPI; keeps the buffers alive."""
+    """A work for a request of MPI; keeps the buffers alive.
+
+    Args:
+        request: Request of MPI in flight.
+        buffers: Memory that MPI reads and writes.
+        name: Name of the collective, for errors.
+        seconds: Longest wait.
+    """
 
     def __init__(self, request: "MPI.Request", buffers: tuple[object, ...], name: str, seconds: float) -> None:
         self._request = request
@@ -199,7 +206,7 @@ class _Request:
         self._seconds = seconds
 
     def wait(self) -> None:
-        """Poll the request until it is done; MPI moves data only while it is polled.
+        """Polls the request until it is done; MPI moves data only while it is polled.
 
         Raises:
             PeerError: The time-out is over.
@@ -215,11 +222,16 @@ class _Request:
 
 
 def _counted(splits: Sequence[int], width: int) -> tuple[list[int], list[int]]:
-    """Return counts and offsets in bytes, as MPI takes them."""
+    """Returns (counts, offsets) in bytes, as MPI takes them.
+
+    Args:
+        splits: Elements for each rank.
+        width: Bytes of one element.
+    """
     counts = [split * width for split in splits]
     return counts, [0, *accumulate(counts)][:-1]
 
 
 def _bytes(tensor: Tensor) -> "numpy.typing.NDArray[numpy.uint8]":
-    """Return the memory of a tensor as an array of bytes, without a copy."""
+    """Returns the memory of a tensor as an array of bytes, without a copy."""
     return tensor.view(-1).view(torch.uint8).numpy()

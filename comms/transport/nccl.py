@@ -69,6 +69,7 @@ Call = Callable[[], BackendWork]
 
 
 def _never(members: tuple[int, ...]) -> bool:
+    """Returns False for every set of ranks."""
     return False
 
 
@@ -119,7 +120,7 @@ class _Summing:
 
 @lru_cache(maxsize=64)
 def _summing(dtype: torch.dtype, scale: float, size: int, in_switch: bool) -> _Summing:
-    """Return the way in which `size` ranks sum `scale` times a tensor.
+    """Returns the way in which `size` ranks sum `scale` times a tensor.
 
     Args:
         dtype: Dtype of the tensor.
@@ -155,7 +156,7 @@ class NcclCalls:
         self._sums_in_switch = sums_in_switch
 
     def own_slice(self, whole: Tensor, numel: int, *, summing: _Summing | None = None) -> Call:
-        """Return the all-gather of equal slices, in place; with `summing` the reduce-scatter.
+        """Returns the call of an all-gather of equal slices, in place, or of a reduce-scatter.
 
         Args:
             whole: All slices, one after the other.
@@ -169,39 +170,50 @@ class NcclCalls:
         return lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options)
 
     def all_reduce(self, tensor: Tensor, scale: float) -> Call:
-        """Return the all-reduce of `scale * tensor`, in place."""
+        """Returns the call of an all-reduce of `scale * tensor`, in place."""
         flat = _real(tensor)[0]
         options = self.summing(flat, scale).all_reduce
         return lambda: self._group.allreduce([flat], options)
 
     def summing(self, tensor: Tensor, scale: float) -> _Summing:
-        """Return the way to sum `tensor`; multiplies it in place if NCCL or a switch cannot do so in the sum."""
+        """Returns the options of NCCL that sum `scale * tensor`.
+
+        If NCCL or a switch cannot multiply within the sum, `tensor` is multiplied in place now.
+        """
         summing = _summing(tensor.dtype, scale, self.size, self._sums_in_switch)
         if summing.multiplies_first:
             tensor.mul_(scale)
         return summing
 
     def reduce(self, tensor: Tensor, root: int, operation: dist.ReduceOp) -> Call:
-        """Return the reduction of `tensor` to rank `root`."""
+        """Returns the call of a reduction of `tensor`, in place, to rank `root`."""
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank = operation, root
         return lambda: self._group.reduce([tensor], options)
 
     def broadcast(self, tensor: Tensor, root: int) -> Call:
-        """Return the broadcast of `tensor` of rank `root`."""
+        """Returns the call of a broadcast of `tensor` from rank `root`, in place on the other ranks."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return lambda: self._group.broadcast([tensor], options)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Call:
-        """Return the all-gather of `source`, equally large on all ranks."""
+        """Returns the call of an all-gather of `source`, equally large on all ranks, into `output`, in rank order."""
         target, own = _flat(output), _flat(source)
         return lambda: getattr(self._group, ALL_GATHER_SINGLE)(target, own, AllgatherOptions())
 
     def all_gather_unequal(self, output: Tensor, source: Tensor, bounds: Sequence[int]) -> Call:
-        """Return the all-gather of different numbers of rows, in place, as sends and receives; a rank may have no rows.
+        """Returns the call of an all-gather of different numbers of rows, carried out as sends and receives.
 
         Broadcasts in a ring would make every node but one forward the rows of each other node: twice the bytes.
+
+        Args:
+            output: Overwritten with the rows of all ranks, in rank order.
+            source: Rows of this rank; it may have none.
+            bounds: `size + 1` ascending offsets of each rank's rows in `output`.
+
+        Raises:
+            ValueError: `source` has another number of rows than `bounds` gives this rank.
         """
         own, width = _flat(source), (2 if output.is_complex() else 1) * output.shape[1:].numel()
         runs = [_flat(output[start:stop]) for start, stop in pairwise(bounds)]
@@ -213,7 +225,13 @@ class NcclCalls:
         return lambda: self._group.alltoall(runs, [own] * self.size, dist.AllToAllOptions())
 
     def all_to_all(self, output: Tensor, source: Tensor, bounds: Sequence[int] = ()) -> Call:
-        """Return the all-to-all; `bounds` are the bounds of the rows for each rank if they are not equally many."""
+        """Returns the call of an all-to-all.
+
+        Args:
+            output: Overwritten with the rows that arrive, in rank order.
+            source: Rows to send, in rank order.
+            bounds: `size + 1` ascending offsets of each rank's rows in `source`; empty if all have equally many.
+        """
         target, own = _flat(output), _flat(source)
         received: list[int] = []
         sent: list[int] = []
@@ -279,7 +297,7 @@ class NcclTransport:
         return self._group
 
     def connect(self, device: torch.device, timeout: timedelta) -> None:
-        """Connect the ranks now and not at the first collective; returns when all of them have joined.
+        """Connects the ranks now and not at the first collective; returns when all of them have joined.
 
         NCCL connects in one call that returns when all ranks have joined and cannot be ended: torch's `abort` only
         reaches connected communicators. So a background thread makes the call, and is abandoned if this rank aborts.
@@ -366,7 +384,7 @@ class NcclTransport:
         return self._issue([self._calls.broadcast(_real(tensor)[0], root)])
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work:
-        """Issue collectives of a compressor as one group call.
+        """Issues collectives of a compressor as one group call.
 
         Args:
             collectives: Collectives to issue; the same on all ranks, in the same order.
@@ -395,7 +413,7 @@ class NcclTransport:
         return self._issue(calls)
 
     def abort(self, reason: str) -> None:
-        """Abort the communicator, also a user's own, in the background; results in flight are undefined.
+        """Aborts the communicator, also a user's own, in the background; results in flight are undefined.
 
         NCCL may take long to abort a communicator, and waits for other communicators of this process on the same GPU.
         So each is aborted by a thread of its own, all at once.
@@ -418,14 +436,14 @@ class NcclTransport:
             self._aborting.start()
 
     def is_done(self) -> bool:
-        """Return True if all issued collectives have ended on the GPU, with or without an error.
+        """Returns True if all issued collectives have ended on the GPU, with or without an error.
 
         False once `abort` was called: torch would wait for a lock that the abort holds, with the GIL held.
         """
         return self._aborting is None and all(work.is_completed() for work in self._last)  # they run in order
 
     def close(self, seconds: float = CLOSE_SECONDS, meeting: PollingStore | None = None) -> None:
-        """End torch's threads and the connections within a time limit, unless the group is the user's own.
+        """Ends torch's threads and the connections within a time limit, unless the group is the user's own.
 
         Every rank waits until its collectives are done and the other ranks have published the same; then it aborts the
         communicator. Torch's `shutdown` is not used: NCCL waits there for the other ranks, and torch holds a lock
@@ -456,7 +474,7 @@ class NcclTransport:
         self._last = ()
 
     def _meet(self, store: PollingStore, deadline: float) -> None:
-        """Wait until all members have finished with the communicator, or until `deadline`."""
+        """Waits until all members have finished with the communicator, or until `deadline`."""
         try:
             if store.add("through", 1) == self.size:
                 store.set("all", "")
@@ -472,11 +490,12 @@ class NcclTransport:
         self._group.abort()
 
     def _check(self) -> None:
+        """Raises a PeerError with the reason if the communicator was aborted."""
         if self._reason is not None:
             raise PeerError(self._reason)
 
     def _issue(self, calls: Sequence[Call]) -> Work:
-        """Issue collectives; several as one group call if the group supports that."""
+        """Issues collectives; several as one group call if the group supports that."""
         if self.serializer is not None:
             self.serializer.wait_for_others(self._group)
         own_timeout = None if self._owned else self._watched_later()
@@ -494,13 +513,13 @@ class NcclTransport:
         return cast(Work, works[0]) if len(works) == 1 else Works(cast(Sequence[Work], works))
 
     def _watched_later(self) -> timedelta:
-        """Postpone torch's watchdog for the collectives issued next, and return the time-out that the user has set."""
+        """Postpones torch's watchdog for the collectives issued next; returns the time-out that the user has set."""
         own: timedelta = self._options._timeout
         self._group._set_default_timeout(own + WATCHDOG_MARGIN)
         return own
 
     def _group_call(self, calls: Sequence[Call]) -> BackendWork:
-        """Issue calls as one group call of NCCL, and return its work; the works of the single calls are not used.
+        """Issues calls as one group call of NCCL, and returns its work; the works of the single calls are not used.
 
         Raises:
             BaseException: Error of a call or of the launch. The group call is ended nevertheless: NCCL counts open
@@ -538,7 +557,7 @@ def connect(
     max_ctas: int | None = None,
     sums_in_switch: bool = False,
 ) -> NcclTransport:
-    """Return a transport for `size` ranks, each with one CUDA device; `NcclTransport.connect` connects it.
+    """Returns a transport for `size` ranks, each with one CUDA device; `NcclTransport.connect` connects it.
 
     Args:
         store: Store implemented in C++, with a prefix of its own. Torch's heartbeat thread polls the store below the
@@ -573,14 +592,21 @@ def connect(
 
 
 def borrow(backend: TorchGroup, rank: int, size: int, *, sums_in_switch: bool = False) -> NcclTransport:
-    """Return a transport on a user's own NCCL backend, which `close` leaves to the user."""
+    """Returns a transport on a user's own NCCL backend, which `close` leaves to the user.
+
+    Args:
+        backend: NCCL backend of the user's process group.
+        rank: This rank's index in it.
+        size: Number of ranks.
+        sums_in_switch: True if a switch can sum for these ranks.
+    """
     return NcclTransport(
         backend, rank, size, owned=False, group_calls=makes_group_calls(backend), sums_in_switch=sums_in_switch
     )
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as a short text: `0-7`, `0-56/8` for every eighth rank, `0-2,5`."""
+    """Returns ascending ranks as a short text: `0-7`, `0-56/8` for every eighth rank, `0-2,5`."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step > 0 and all(after - before == step for before, after in pairwise(ranks)):
@@ -595,7 +621,7 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def equal_slices(bounds: Sequence[int]) -> int:
-    """Return the elements of each slice if all are equal (the last one may be longer); 0 if they differ."""
+    """Returns the elements of each slice if all are equal (the last one may be longer); 0 if they differ."""
     size, numel = len(bounds) - 1, bounds[1]
     if bounds[-1] < size * numel or any(bounds[rank] != rank * numel for rank in range(size)):
         return 0
@@ -604,7 +630,7 @@ def equal_slices(bounds: Sequence[int]) -> int:
 
 @lru_cache(maxsize=64)
 def multiplies_exactly(dtype: torch.dtype, scale: float) -> bool:
-    """Return True if NCCL multiplies by `scale` as precisely as torch; NCCL rounds the factor to the dtype first.
+    """Returns True if NCCL multiplies by `scale` as precisely as torch; NCCL rounds the factor to the dtype first.
 
     1/6 in bfloat16 is 0.2 % too large, for every element of every gradient; powers of two are exact.
     """
@@ -617,7 +643,15 @@ def multiplies_exactly(dtype: torch.dtype, scale: float) -> bool:
 
 @lru_cache(maxsize=1024)
 def _divided(bounds: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Return the elements of the equal slices, and (rank, start, stop) of the rest of each rank's slice."""
+    """Divides slices into equal ones, which one call handles, and the rest.
+
+    Args:
+        bounds: `size + 1` ascending offsets of the ranks' slices.
+
+    Returns:
+        Elements of each equal slice, and (rank, start, stop) of each rest: what the last slice has beyond that. If the
+        slices are not equal: 0, and all slices that are not empty.
+    """
     size, numel = len(bounds) - 1, equal_slices(bounds)
     slices = tuple((rank, start, stop) for rank, (start, stop) in enumerate(pairwise(bounds)) if stop > start)
     if not numel:
@@ -627,7 +661,7 @@ def _divided(bounds: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int, int], 
 
 
 def _real(tensor: Tensor, bounds: Sequence[int] = ()) -> tuple[Tensor, Sequence[int]]:
-    """Return a complex tensor, and bounds, as pairs of real numbers; real tensors as they are."""
+    """Returns a complex tensor as a 1-D view of pairs of real numbers, with doubled bounds; a real one as it is."""
     if not tensor.is_complex():
         return tensor, bounds
     return torch.view_as_real(tensor).view(-1), [2 * bound for bound in bounds]

@@ -40,12 +40,12 @@ LEAST_TRIPS = 2.0
 
 
 def next_pace(pace: float | None, rates: Sequence[float], gain: float = GAIN) -> float:
-    """Return the limit for all connections together, in bytes per second.
+    """Returns the limit for all connections together, in bytes per second.
 
     Args:
-        pace: Limit during the last message; None if there was none.
-        rates: Measured rates of messages, the latest one last; not empty.
-        gain: Factor over the largest rate.
+        pace: Limit during the last message, in bytes per second; None if there was none.
+        rates: Measured rates of messages in bytes per second, the latest one last; not empty.
+        gain: Ratio of the limit to the largest rate.
     """
     if pace is not None and rates[-1] > LIMITED * pace:
         return GROWTH * pace
@@ -69,10 +69,13 @@ class Pacing:
         """Descriptor -> limit in bytes per second that the kernel was last given."""
 
     def begin(self, sockets: Sequence[socket.socket]) -> None:
-        """Start to measure a message, and set the limit; called when connections get bytes to send again.
+        """Starts to measure the rate of a message, and sets the limit of its connections.
+
+        Called each time that connections get bytes to send; calls before `end` belong to the same message and do
+        nothing.
 
         Args:
-            sockets: Sockets of the connections.
+            sockets: Sockets of the connections that send, which share the limit equally.
         """
         if self._is_handing_out:
             return
@@ -85,13 +88,17 @@ class Pacing:
             self._began = counts
 
     def end(self) -> None:
-        """End the message: all of it has been handed out to connections."""
+        """Ends the message, because all of it has been handed out to connections, and updates the limit."""
         if self._is_handing_out:
             self._is_handing_out = False
             self._learn(GAIN)
 
     def _learn(self, gain: float) -> None:
-        """Measure the rate of the last message, unless it was too short, and update the limit."""
+        """Measures the rate of the last message, unless it was too short, and updates the limit.
+
+        Args:
+            gain: Ratio of the limit to the largest rate.
+        """
         counted = [(before, TcpInfo.of(connection)) for connection, before in self._began]
         trip = max((now.trip_seconds for _, now in counted), default=0.0)
         longest = max((now.busy_seconds - before.busy_seconds for before, now in counted), default=0.0)
@@ -112,7 +119,7 @@ class Pacing:
             self.pace = next_pace(self.pace, self._rates, gain)
 
     def _hold(self, sockets: Sequence[socket.socket]) -> None:
-        """Set the limit of each connection in the kernel, if it has changed."""
+        """Sets the limit of each connection in the kernel, if it has changed."""
         if self.pace is None or not sockets:
             return
         each = round(self.pace / len(sockets))

@@ -74,7 +74,7 @@ _TCP_NOTSENT_LOWAT = 25
 
 
 def chunk_nbytes(left_nbytes: int, connections: int) -> int:
-    """Return the size of the next chunk in bytes; see `LEAST_CHUNK_NBYTES`.
+    """Returns the size of the next chunk in bytes; see `LEAST_CHUNK_NBYTES`.
 
     Args:
         left_nbytes: Bytes that no connection has been given yet.
@@ -87,7 +87,7 @@ def chunk_nbytes(left_nbytes: int, connections: int) -> int:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor as a view, which keeps the tensor's memory alive."""
+    """Returns the bytes of a contiguous CPU tensor as a view, which keeps the tensor's memory alive."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
@@ -112,7 +112,7 @@ class StreamListener:
         self.token = int.from_bytes(os.urandom(8))
 
     def accept(self, wanted: Mapping[int, int], deadline: float, alarm: Alarm | None) -> dict[int, list[socket.socket]]:
-        """Wait for connections, and return them by rank.
+        """Waits for connections, and returns them by rank.
 
         Args:
             wanted: Rank -> number of connections.
@@ -141,14 +141,14 @@ class StreamListener:
         return found
 
     def close(self) -> None:
-        """Close the listening socket."""
+        """Closes the listening socket."""
         self._socket.close()
 
 
 def connect(
     family: int, address: str, port: int, token: int, rank: int, count: int, deadline: float, alarm: Alarm | None
 ) -> list[socket.socket]:
-    """Open several connections to a rank that listens, all at once.
+    """Opens several connections to a rank that listens, all at once.
 
     Args:
         family: AF_INET or AF_INET6.
@@ -188,7 +188,7 @@ def connect(
 
 
 def _greeting(connection: socket.socket, deadline: float, alarm: Alarm | None) -> bytes:
-    """Receive the nonce that a listener sends first.
+    """Receives the nonce that a listener sends first.
 
     Raises:
         OSError: The listener has closed the connection; it may be another program.
@@ -214,6 +214,7 @@ def _unreached(address: str, error: int) -> OSError:
 
 
 def _check_on(deadline: float, alarm: Alarm | None) -> None:
+    """Raises a PeerError if another rank has aborted, a RuntimeError if `deadline` is over."""
     if alarm is not None and (reason := alarm()):
         raise PeerError(reason)
     if time.monotonic() > deadline:
@@ -254,7 +255,7 @@ class StreamedMessage:
         return len(self.sent) - self.handed_out
 
     def next_chunk(self, nbytes: int) -> tuple[int, int]:
-        """Return (start, stop) of the next at most `nbytes` bytes to send, and count them as handed out."""
+        """Returns (start, stop) of the next at most `nbytes` bytes to send, and counts them as handed out."""
         start, self.handed_out = self.handed_out, min(self.handed_out + nbytes, len(self.sent))
         return start, self.handed_out
 
@@ -279,7 +280,7 @@ class StreamedExchange:
             self.done.set()
 
     def book(self, nbytes: int) -> None:
-        """Count bytes that have been sent or received; the last ones set `done`."""
+        """Counts bytes that have been sent or received; the last ones set `done`."""
         self.left -= nbytes
         if self.left == 0:
             if self._then is not None:
@@ -392,7 +393,7 @@ class Streams:
         return len(self._connections) // max(1, len(self._peers))
 
     def exchange(self, pieces: Sequence[tuple[int, Tensor, Tensor]]) -> Work:
-        """Send tensors to other ranks and receive tensors from them, all at once.
+        """Sends tensors to other ranks and receives tensors from them, all at once.
 
         Args:
             pieces: (Rank, tensor to send, tensor to receive into): contiguous CPU tensors of any dtype and length. The
@@ -417,7 +418,7 @@ class Streams:
         between: Callable[[], None],
         second: Sequence[tuple[int, Tensor, Tensor]],
     ) -> Work:
-        """Exchange tensors, call a function, and exchange again, without the caller's thread in between.
+        """Exchanges tensors, calls a function, and exchanges again, without the caller's thread in between.
 
         The memory that the second exchange receives into may be the memory that the first one sends from, if no rank
         sends to it before it has received that.
@@ -467,6 +468,7 @@ class Streams:
     def _numbered(
         self, views: Sequence[tuple[int, memoryview, memoryview]], exchange: StreamedExchange
     ) -> list[StreamedMessage]:
+        """Returns the messages of an exchange, each with the next number of its rank. Called under the lock."""
         messages = []
         for rank, sent, received in views:
             peer = self._peers[rank]
@@ -475,6 +477,11 @@ class Streams:
         return messages
 
     def _submit(self, messages: Sequence[StreamedMessage], *exchanges: StreamedExchange) -> None:
+        """Queues messages for the background thread. Called under the lock.
+
+        Raises:
+            RuntimeError: A connection was lost earlier.
+        """
         if self.error is not None:
             raise RuntimeError(self.error)
         self._submitted.extend(messages)
@@ -484,15 +491,17 @@ class Streams:
         return _Pending(self, exchanges, time.monotonic() + self._timeout.total_seconds())
 
     def close(self) -> None:
-        """End the thread and close the connections. May be called from any thread, more than once."""
+        """Ends the thread and closes the connections. May be called from any thread, more than once."""
         self._closed = True
         self._nudge()
 
     def _nudge(self) -> None:
+        """Wakes the background thread, so that it takes the queued messages or ends."""
         with suppress(OSError):  # raised once the thread has ended and closed the pair
             self._bell[0].send(b"w")
 
     def _run(self) -> None:
+        """Sends and receives until `close` or the first error, then closes the connections; the thread's body."""
         # Sums between two exchanges run in this thread on every rank; lanes set the same mode.
         torch.set_flush_denormal(False)
         try:
@@ -509,13 +518,14 @@ class Streams:
             self._bell[1].close()
 
     def _fail(self, why: str) -> None:
+        """Ends all exchanges in flight, and fails later ones, with the reason `why`."""
         with self._lock:
             self.error = why
             for each in self._under_way:
                 each.done.set()
 
     def _move(self) -> None:
-        """Send and receive until `close` is called."""
+        """Sends and receives until `close` is called."""
         self._poll.register(self._bell[1], select.POLLIN)
         for connection in self._connections:
             self._poll.register(connection.socket, select.POLLIN)
@@ -527,7 +537,15 @@ class Streams:
                     self._serve(self.by_descriptor[descriptor], events)
 
     def _serve(self, connection: StreamConnection, events: int) -> None:
-        """Receive and send what a connection is ready for."""
+        """Receives from, and sends over, a connection that is ready for it.
+
+        Args:
+            connection: The connection.
+            events: Bits of `select.poll`: what it is ready for.
+
+        Raises:
+            Ended: A parked connection was closed by the other rank.
+        """
         if connection.parked and events & (select.POLLHUP | select.POLLERR):
             raise Ended(closed_by(connection.peer))
         if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and not connection.parked:
@@ -536,7 +554,7 @@ class Streams:
             self._send(connection)
 
     def _take_up(self) -> None:
-        """Take the messages that were submitted, and poll their connections for sending and receiving."""
+        """Takes the messages that were submitted, and polls their connections for sending and receiving."""
         with suppress(BlockingIOError):
             while self._bell[1].recv(4096):
                 pass
@@ -561,11 +579,13 @@ class Streams:
                 self._watch(connection)
 
     def _watch(self, connection: StreamConnection) -> None:
+        """Polls a connection for receiving unless it is parked, and for sending if there are bytes to send."""
         reads = 0 if connection.parked else select.POLLIN
         writes = select.POLLOUT if connection.outgoing or self._peers[connection.peer].outgoing else 0
         self._poll.modify(connection.socket, reads | writes)
 
     def _send(self, connection: StreamConnection) -> None:
+        """Sends as many bytes as the kernel takes of the connection's present chunk, or of its next one."""
         if not connection.outgoing and not self._load(connection):
             self._watch(connection)
             return
@@ -582,7 +602,7 @@ class Streams:
             connection.sending = None
 
     def _load(self, connection: StreamConnection) -> bool:
-        """Give a connection its next chunk; return False if there is none."""
+        """Gives a connection its next chunk; returns False if there is none."""
         peer = self._peers[connection.peer]
         if not peer.outgoing:
             return False
@@ -600,6 +620,7 @@ class Streams:
         return True
 
     def _receive(self, connection: StreamConnection) -> None:
+        """Receives what has arrived: the rest of a header, then the bytes of its chunk into the message's memory."""
         if connection.target is None:
             nbytes = self._read(connection, memoryview(connection.header)[connection.have :])
             connection.have += nbytes
@@ -617,7 +638,11 @@ class Streams:
         receiving.book(nbytes)
 
     def _begin(self, connection: StreamConnection) -> None:
-        """Find the memory for a chunk whose header has arrived; park the connection if its message is not there yet."""
+        """Finds the memory for a chunk whose header has arrived; parks the connection if its message is not there yet.
+
+        Raises:
+            Ended: The chunk is outside of the message's memory.
+        """
         number, start, nbytes = HEADER.unpack(connection.header)
         peer = self._peers[connection.peer]
         message = peer.incoming.get(number)
@@ -636,6 +661,7 @@ class Streams:
             del peer.incoming[number]
 
     def _read(self, connection: StreamConnection, into: memoryview) -> int:
+        """Receives into `into`, and returns the number of bytes; 0 if none has arrived, or the connection has ended."""
         try:
             nbytes = connection.socket.recv_into(into)
         except BlockingIOError:
@@ -645,7 +671,7 @@ class Streams:
         return nbytes
 
     def _close(self, connection: StreamConnection) -> None:
-        """Handle the end of a connection: the other rank has received all that it waits for, and sent all that it had.
+        """Handles the end of a connection: the other rank has received all that it waits for, and sent all that it had.
 
         Chunks that it sent over other connections may still be on their way.
 
@@ -659,12 +685,19 @@ class Streams:
         self._check_reaches(connection.peer)
 
     def _check_reaches(self, rank: int) -> None:
+        """Raises `Ended` if bytes are left for or from a rank to which no connection is open."""
         if self._peers[rank].is_waited_for and not any(each.is_open for each in self._connections if each.peer == rank):
             raise Ended(closed_by(rank))
 
 
 def pace(pacing: Pacing, connections: Sequence[StreamConnection], peers: Mapping[int, StreamedPeer]) -> None:
-    """Make the connections that have bytes to send share the rate of the path."""
+    """Limits the connections that have bytes to send together to the rate of the path; see `Pacing.begin`.
+
+    Args:
+        pacing: Measures and sets the limit.
+        connections: All connections to other ranks.
+        peers: Rank -> its messages in flight.
+    """
     sending = [
         connection.socket for connection in connections if connection.is_open and peers[connection.peer].outgoing
     ]
@@ -673,24 +706,24 @@ def pace(pacing: Pacing, connections: Sequence[StreamConnection], peers: Mapping
 
 
 def allow_unsent(connection: StreamConnection, unsent_nbytes: int) -> None:
-    """Set how many unsent bytes the kernel may hold of a connection and still ask for more."""
+    """Sets the number of unsent bytes in the kernel below which a connection is polled as ready to send."""
     if connection.unsent_nbytes != unsent_nbytes:
         connection.socket.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_nbytes)
         connection.unsent_nbytes = unsent_nbytes
 
 
 def views_of(pieces: Sequence[tuple[int, Tensor, Tensor]]) -> list[tuple[int, memoryview, memoryview]]:
-    """Return the pieces of `Streams.exchange` as bytes."""
+    """Returns the pieces of `Streams.exchange` as bytes."""
     return [(rank, raw(sent), raw(received)) for rank, sent, received in pieces]
 
 
 def nbytes_of(views: Sequence[tuple[int, memoryview, memoryview]]) -> int:
-    """Return the bytes of an exchange, sent and received."""
+    """Returns the bytes of an exchange, sent and received."""
     return sum(len(sent) + len(received) for _, sent, received in views)
 
 
 def closed_by(rank: int) -> str:
-    """Return the error text for a connection that `rank` has closed."""
+    """Returns the error text for a connection that `rank` has closed."""
     return f"Connection closed by peer: rank {rank} of the group has ended or given up"
 
 

@@ -70,21 +70,22 @@ class _Rendezvous:
         self.deadline = deadline
 
     def say(self, word: str, value: str) -> None:
+        """Publishes a message under the key `word`."""
         self._store.set(f"{self._key}/{word}", value)
 
     def find(self, word: str) -> str | None:
-        """Return a message; None if it is not there."""
+        """Returns the message under the key `word`; None if it is not there."""
         if not self._store.check([f"{self._key}/{word}"]):
             return None
         return str(self._store.get(f"{self._key}/{word}").decode())
 
     def fail(self, message: str) -> None:
-        """Publish an error for rank 0, which tells the other ranks. The store itself may have failed."""
+        """Publishes an error for rank 0, which tells the other ranks; does nothing if the store itself has failed."""
         with suppress(RuntimeError):  # our own error is the one to report
             self.say(FAILED, message)
 
     def hear(self, word: str) -> str:
-        """Wait for a message of rank 0.
+        """Waits for the message of rank 0 under the key `word`, and returns it.
 
         It polls, because TCPStore logs every `wait` that times out.
 
@@ -100,12 +101,12 @@ class _Rendezvous:
         return said
 
     def look_for_losses(self) -> None:
-        """Raise a PeerError if a rank of the group has exited, or a rank of another group has aborted."""
+        """Raises a PeerError if a rank of the group has exited, or a rank of another group has aborted."""
         if self._peer_wait is not None and (lost := self._peer_wait.failure(self._during)) is not None:
             raise lost
 
     def absent(self, ranks: Sequence[int]) -> PeerError:
-        """Return the error for ranks that did not join."""
+        """Returns the error for ranks that did not join."""
         return PeerError(
             f"{self._names(ranks)} did not come to the set-up of the shared-memory group {self._key!r} within "
             "`timeout`",
@@ -113,13 +114,13 @@ class _Rendezvous:
         )
 
     def ended(self, *ranks: int) -> PeerError:
-        """Return the error for ranks that have exited, or the abort reason that made them exit."""
+        """Returns the error for ranks that have exited, with the reason of an abort if there was one."""
         if self._peer_wait is not None:
             return PeerError(self._peer_wait.describe(ranks, self._during), ranks)
         return PeerError(f"{self._names(ranks)} has ended {self._during}: look at its output", ranks)
 
     def _names(self, ranks: Sequence[int]) -> str:
-        """Return the names of ranks of this group, by their numbers in the job if these are known."""
+        """Returns the names of ranks of this group, by their ranks in the job if these are known: `rank 4, 5`."""
         names = ranks if self._peer_wait is None else [self._peer_wait.members[rank] for rank in ranks]
         return f"rank {', '.join(map(str, names))}"
 
@@ -196,7 +197,7 @@ class _RankConnection:
         socket.send_fds(self.socket, [b"\n"], [descriptor])
 
     def take(self, deadline: float) -> int | None:
-        """Receive the descriptor; None if the other end sends an error or closes the connection instead."""
+        """Receives the descriptor; None if the other end sends an error or closes the connection instead."""
         self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
         data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
         self.ended = not data
@@ -207,14 +208,14 @@ class _RankConnection:
         return None
 
     def hear(self, deadline: float) -> dict[str, object] | None:
-        """Wait for the next line; None if the other end closes the connection. Raises TimeoutError at the deadline."""
+        """Waits for the next line; None if the other end closes the connection. Raises TimeoutError at the deadline."""
         while (line := self.read()) is None and not self.ended:
             self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
             self.feed()
         return line
 
     def feed(self) -> None:
-        """Receive what has arrived, without parsing it."""
+        """Receives what has arrived, without parsing it."""
         try:
             data = self.socket.recv(4096)
         except ConnectionResetError:
@@ -225,7 +226,7 @@ class _RankConnection:
             raise OSError(errno.EMSGSIZE, f"a rank has sent more than {MESSAGE_NBYTES} bytes without a reply")
 
     def read(self) -> dict[str, object] | None:
-        """Return the next complete line that has arrived; None if there is none."""
+        """Returns the next complete line that has arrived; None if there is none."""
         line, newline, rest = self._heard.partition(b"\n")
         if not newline:
             return None
@@ -251,12 +252,12 @@ OVER_NETWORK = "or give each rank a node of its own, GRADWIRE_HOSTNAME=rank$RANK
 
 
 def _remedy(number: int | None) -> str:
-    """Return what a user can do about an errno during the allocation of shared memory."""
+    """Returns what a user can do about an errno (`number`; None if unknown) in the allocation of shared memory."""
     return f"{REMEDIES.get(number or 0, 'give the container or job more memory')}, {OVER_NETWORK}"
 
 
 def _allocate(nbytes: int) -> int:
-    """Allocate `nbytes` of shared memory, and return its file descriptor.
+    """Allocates `nbytes` of shared memory, and returns its file descriptor.
 
     All pages are allocated now: a lack of memory is an error here, and no SIGBUS in a later collective.
 
@@ -297,6 +298,16 @@ class _First:
         self._mapped = {0}
 
     def open(self, block_nbytes: int, map_it: Callable[[int], native.SharedMemoryGroup]) -> native.SharedMemoryGroup:
+        """Returns the group, once every rank has mapped the memory.
+
+        Args:
+            block_nbytes: Bytes of each rank's block in the memory.
+            map_it: Maps the memory with this descriptor, which it owns from then on.
+
+        Raises:
+            OSError: The memory cannot be allocated.
+            PeerError: A rank has exited, has failed, or did not join.
+        """
         try:
             descriptor = _allocate(native.shm_segment_nbytes(self._size, block_nbytes))
         except OSError as error:
@@ -326,7 +337,7 @@ class _First:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def _hand_out(self, descriptor: int) -> None:
-        """Send the descriptor to all ranks, and wait until they have mapped the memory.
+        """Sends the descriptor to all ranks, and waits until they have mapped the memory.
 
         Raises:
             PeerError: A rank has exited, has failed, or did not join.
@@ -353,6 +364,7 @@ class _First:
                 raise self._words.absent([rank for rank in range(self._size) if rank not in self._mapped])
 
     def _accept(self, listener: socket.socket) -> None:
+        """Accepts a connection; closes it if it is of another user."""
         connection = self._closing.enter_context(listener.accept()[0])
         try:
             line = _RankConnection(connection)
@@ -363,6 +375,12 @@ class _First:
         self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: _RankConnection, descriptor: int) -> None:
+        """Handles what a rank has sent: sends it the descriptor, or notes that it has mapped the memory.
+
+        Raises:
+            PeerError: The rank has exited.
+            OSError: A message is damaged.
+        """
         line.feed()
         while (said := line.read()) is not None:
             rank = said.get("rank")
@@ -390,10 +408,12 @@ class _First:
                     raise self._words.ended(rank)
 
     def _look_for_failures(self) -> None:
+        """Raises a PeerError if another rank has published an error."""
         if (failed := self._words.find(FAILED)) is not None:
             raise PeerError(failed)
 
     def _listen_in_folder(self, rank: str) -> None:
+        """Listens at a socket in a folder as well, because `rank` is in another network namespace."""
         path = FOLDER / f"{self._name}.sock"
         log.info("rank %s is in another network namespace: the ranks of its node meet at %s", rank, path)
         _sweep()
@@ -402,6 +422,7 @@ class _First:
         self._words.say(FOLDER_SOCKET, str(path))
 
     def _tell(self, **said: object) -> None:
+        """Sends the outcome of the set-up to all connected ranks."""
         for rank, line in self._lines.items():
             try:
                 line.say(**said)
@@ -417,7 +438,21 @@ def _join(
     closing: ExitStack,
     map_it: Callable[[int], native.SharedMemoryGroup],
 ) -> native.SharedMemoryGroup:
-    """The part of every rank but rank 0: receive the memory, map it, and wait for the outcome."""
+    """Joins the group as another rank than 0: receives the memory, maps it, and waits for the outcome.
+
+    Args:
+        words: Messages of the ranks in the store.
+        rank: This rank in the group.
+        size: Number of ranks; must be the same on rank 0.
+        block_nbytes: Bytes of each rank's block; must be the same on rank 0.
+        closing: Stack that closes the sockets.
+        map_it: Maps the memory with this descriptor, which it owns from then on.
+
+    Raises:
+        PeerError: A rank has exited, has failed, or did not join.
+        OSError: Rank 0 cannot allocate the memory.
+        ValueError: `size` or `block_nbytes` differs from rank 0's.
+    """
     # Read rank 0's offer, and compare the arguments.
     offer = _OFFER.read(words.hear(SOCKET))
     if isinstance(offer, _NoOffer):
@@ -458,7 +493,7 @@ def _join(
 
 
 def _network() -> str:
-    """Return an id of this process's network namespace, outside of which its abstract sockets are not visible."""
+    """Returns an id of this process's network namespace, outside of which its abstract sockets are not visible."""
     try:
         facts = Path("/proc/self/ns/net").stat()
     except OSError as error:  # without /proc all ranks are taken to share one
@@ -468,7 +503,7 @@ def _network() -> str:
 
 
 def _sweep() -> None:
-    """Remove sockets in the folder whose processes were killed while they listened."""
+    """Removes sockets in the folder whose processes were killed while they listened."""
     for path in FOLDER.glob("gradwire-*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
@@ -490,7 +525,7 @@ def open_group(
     block_nbytes: int,
     peer_wait: PeerWait | None = None,
 ) -> native.SharedMemoryGroup:
-    """Map new shared memory in all ranks; returns when every rank has mapped it.
+    """Maps new shared memory in all ranks; returns when every rank has mapped it.
 
     Args:
         store: Store that all ranks of the group share.

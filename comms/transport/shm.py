@@ -47,7 +47,17 @@ _STRIDED = torch.strided
 
 
 def _code(name: str, tensor: Tensor, scale: float) -> int:
-    """Check that a tensor can be summed with a factor in shared memory, and return the native code of its dtype."""
+    """Returns the native code of a tensor's dtype.
+
+    Args:
+        name: Name of the argument, for errors.
+        tensor: Tensor to be summed.
+        scale: Factor of its elements.
+
+    Raises:
+        TypeError: Shared memory cannot sum this dtype.
+        ValueError: The tensor is not on the CPU or not contiguous, or `scale` is not 1 for integers.
+    """
     code = _DTYPES.get(tensor.dtype)
     _check(name, tensor)
     if code is None:
@@ -61,6 +71,7 @@ def _code(name: str, tensor: Tensor, scale: float) -> int:
 
 
 def _number_of(op: str) -> int:
+    """Returns the native number of `sum`, `max` or `min`; raises a ValueError for another operation."""
     number = _OPS.get(op)
     if number is None:
         raise ValueError(f"`op` is {op!r}; wanted one of {', '.join(map(repr, _OPS))}")
@@ -68,6 +79,7 @@ def _number_of(op: str) -> int:
 
 
 def _check(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor that is not on the CPU or not contiguous, with a ValueError that names the argument."""
     # Only cheap properties first: `tensor.device.type` takes 0.25 us, a tenth of a small collective.
     if tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
         return
@@ -80,7 +92,7 @@ def _check(name: str, tensor: Tensor) -> None:
 
 
 def _bytes(name: str, tensor: Tensor) -> tuple[int, int]:
-    """Return (numel, native code) of a supported dtype of the same size, to copy a tensor of any dtype."""
+    """Returns (numel, native code) of a supported dtype with as many bytes, to copy a tensor of any dtype."""
     _check(name, tensor)
     code = _DTYPES.get(tensor.dtype)
     if code is not None:
@@ -116,7 +128,7 @@ class ShmGroup:
         block_nbytes: int | None = None,
         peer_wait: PeerWait | None = None,
     ) -> "ShmGroup":
-        """Map shared memory together with the other ranks; returns when all of them have mapped it.
+        """Maps shared memory together with the other ranks; returns when all of them have mapped it.
 
         Args:
             store: Store that all ranks of the group share.
@@ -146,6 +158,12 @@ class ShmGroup:
         return cls(open_group(store, rank, size, key, timeout, block, peer_wait), rank, size)
 
     def _finish(self, passed: bool) -> Done:
+        """Returns a finished work, or raises the error of a native call that has failed (`passed` is False).
+
+        Raises:
+            MismatchError: The ranks have called different collectives.
+            PeerError: A rank has exited, aborted or did not come in time.
+        """
         if passed:
             return _DONE
         mismatch, reason, missing = self._native.failure()
@@ -156,6 +174,7 @@ class ShmGroup:
         )
 
     def _check_bounds(self, tensor: Tensor, bounds: Sequence[int]) -> list[int]:
+        """Returns `bounds` as a list; raises a ValueError if they do not divide `tensor` into a slice for each rank."""
         offsets = list(bounds)
         ascending = all(left <= right for left, right in pairwise(offsets))
         if len(offsets) != self.size + 1 or not ascending or offsets[0] != 0 or offsets[-1] != tensor.numel():
@@ -169,7 +188,7 @@ class ShmGroup:
             raise ValueError(f"`root` is {root}; wanted 0 <= root < {self.size}")
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0, op: str = "sum") -> Done:
-        """Replace `tensor` by the reduction of `scale * tensor` over the ranks, with the same bits on all ranks.
+        """Replaces `tensor` by the reduction of `scale * tensor` over the ranks, with the same bits on all ranks.
 
         Args:
             tensor: CPU tensor, contiguous; changed in place.
@@ -186,14 +205,14 @@ class ShmGroup:
         return self._finish(self._native.all_reduce(tensor.data_ptr(), tensor.numel(), code, number, scale))
 
     def reduce(self, tensor: Tensor, root: int, scale: float = 1.0, op: str = "sum") -> Done:
-        """Reduce like `all_reduce`, but change only the `tensor` of rank `root`."""
+        """Reduces like `all_reduce`, but changes only the `tensor` of rank `root`."""
         code = _code("tensor", tensor, scale)
         self._check_root(root)
         number = _number_of(op)
         return self._finish(self._native.reduce(tensor.data_ptr(), tensor.numel(), code, root, number, scale))
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Done:
-        """Sum `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
+        """Sums `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
 
         The rest of `tensor` is not changed.
         """
@@ -202,7 +221,7 @@ class ShmGroup:
         return self._finish(self._native.reduce_scatter(tensor.data_ptr(), tensor.numel(), code, offsets, scale))
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Done:
-        """Copy every rank's slice to all ranks, in place, for any dtype; the inverse of `reduce_scatter`."""
+        """Copies every rank's slice to all ranks, in place, for any dtype; the inverse of `reduce_scatter`."""
         numel, code = _bytes("tensor", tensor)
         offsets = self._check_bounds(tensor, bounds)
         if numel != tensor.numel():  # complex128 is copied as pairs
@@ -210,13 +229,13 @@ class ShmGroup:
         return self._finish(self._native.all_gather_slices(tensor.data_ptr(), numel, code, offsets))
 
     def all_gather(self, output: Tensor, source: Tensor) -> Done:
-        """Fill `output` (numel = size * source.numel(), any dtype) with every rank's `source`, in rank order."""
+        """Fills `output` (numel = size * source.numel(), any dtype) with every rank's `source`, in rank order."""
         self._check_pair(output, source, self.size)
         numel, code = _bytes("source", source)
         return self._finish(self._native.all_gather(output.data_ptr(), source.data_ptr(), numel, code))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Done:
-        """Send the r-th of `size` equal parts of `source` (along dim 0) to rank r; `output` has its dtype and shape."""
+        """Sends the r-th of `size` equal parts of `source` (dim 0) to rank r; `output` has its dtype and shape."""
         self._check_pair(output, source, 1)
         if source.numel() % self.size:
             raise ValueError(f"`source` has {source.numel()} elements; wanted a multiple of the {self.size} ranks")
@@ -226,13 +245,13 @@ class ShmGroup:
         return self._finish(self._native.all_to_all(output.data_ptr(), source.data_ptr(), numel, code))
 
     def broadcast(self, tensor: Tensor, root: int) -> Done:
-        """Copy `tensor` (any dtype) of rank `root` to all ranks, in place."""
+        """Copies `tensor` (any dtype) of rank `root` to all ranks, in place."""
         self._check_root(root)
         numel, code = _bytes("tensor", tensor)
         return self._finish(self._native.broadcast(tensor.data_ptr(), numel, code, root))
 
     def barrier(self) -> Done:
-        """Wait until all ranks have arrived."""
+        """Waits until all ranks have arrived."""
         return self._finish(self._native.barrier())
 
     def _check_pair(self, output: Tensor, source: Tensor, times: int) -> None:
@@ -244,9 +263,9 @@ class ShmGroup:
             )
 
     def abort(self, reason: str) -> None:
-        """Make every rank that waits in this group, now or later, raise a PeerError with `reason`."""
+        """Makes every rank that waits in this group, now or later, raise a PeerError with `reason`."""
         self._native.abort(reason)
 
     def close(self) -> None:
-        """Leave the group and unmap its memory; a peer that still waits for this rank raises a PeerError."""
+        """Leaves the group and unmaps its memory; a peer that still waits for this rank raises a PeerError."""
         self._native.close()

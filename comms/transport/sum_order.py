@@ -38,7 +38,7 @@ class SlicesToSum:
         self._wide = torch.empty_like(first, dtype=torch.float32) if narrow else None
 
     def sum_as_rings(self, target: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-        """Sum in the order of gloo's rings, and round after each addition, as gloo does.
+        """Sums in the order of gloo's rings, and rounds after each addition, as gloo does.
 
         Args:
             target: 1-D, as long as the slice, in the dtype of `received`; takes the sum.
@@ -53,7 +53,7 @@ class SlicesToSum:
             at += numel
 
     def sum(self, target: Tensor) -> None:
-        """Sum in rank order. Types narrower than 32 bits are summed in float32 and rounded once.
+        """Sums in rank order. Types narrower than 32 bits are summed in float32 and rounded once.
 
         Args:
             target: 1-D, as long as the slice, in the dtype of `received`; takes the sum, and may be one of its rows.
@@ -69,7 +69,7 @@ class SumOrder(Protocol):
     """An order of additions for the sum of one slice of a tensor."""
 
     def sum(self, slices: SlicesToSum, target: Tensor, start: int, size: int) -> None:
-        """Sum the contributions of all ranks into `target`.
+        """Sums the contributions of all ranks into `target`.
 
         Args:
             slices: Contributions to the slice; overwritten.
@@ -107,7 +107,7 @@ RANK_ORDER = RankOrder()
 
 
 def ring_numel(numel: int, element_nbytes: int, size: int) -> int:
-    """Return how many elements each rank owns in gloo's ring all_reduce; the last owner may have fewer.
+    """Returns how many elements each rank owns in gloo's ring all_reduce; the last owner may have fewer.
 
     Source: gloo, gloo/allreduce.cc, `ring`: segments of at most a mebibyte, as many for each rank, at least two.
 
@@ -124,7 +124,7 @@ def ring_numel(numel: int, element_nbytes: int, size: int) -> int:
 
 @lru_cache(maxsize=4096)
 def ring_runs(rings: Rings, start: int, stop: int, size: int, element_nbytes: int) -> tuple[tuple[int, int], ...]:
-    """Return which rank adds last to each element from `start` to `stop` in gloo's ring.
+    """Returns which rank adds last to each element from `start` to `stop` in gloo's ring.
 
     In the ring the sum of a part begins at the rank before its owner and is passed down the ranks to the owner.
 
@@ -165,7 +165,7 @@ class Sums(Protocol):
 
 
 def adds_as_ring(rail: Sums, dtype: torch.dtype, numel: int) -> bool:
-    """Try out if an all_reduce has the bits that the order of `ring_runs` gives. Every rank calls it.
+    """Returns whether a trial all_reduce has the bits that the order of `ring_runs` gives. Every rank calls it.
 
     Args:
         rail: Transport of the ranks.
@@ -188,7 +188,7 @@ def adds_as_ring(rail: Sums, dtype: torch.dtype, numel: int) -> bool:
 
 
 def sums_as_rings(rail: Sums) -> bool:
-    """Return True if all trial sums have the ring's bits, as this rank sees them. Every rank runs every trial."""
+    """Returns whether all trial sums have the ring's bits, as this rank sees them. Every rank runs every trial."""
     # Invariant: no short cut after a failed trial, because the other ranks wait in the next one.
     seen = [adds_as_ring(rail, *each) for each in RING_TRIALS]
     return all(seen)

@@ -107,7 +107,7 @@ class TorchTransport:
         thread, and read by others only after that thread has ended."""
 
     def _waiting(self, work: BackendWork) -> Work:
-        """Return a work of the group with a deadline, whose wait ends if another rank aborts."""
+        """Returns a work of the group with a deadline, whose wait ends if another rank aborts."""
         self._in_flight[id(work)] = work
         return Waiting(work, self._alarm or (lambda: None), self._timeout, self._in_flight)
 
@@ -189,7 +189,7 @@ class TorchTransport:
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
-        """Send runs of a flat tensor to the other ranks, and receive one from each.
+        """Sends runs of a flat tensor to the other ranks, and receives one from each.
 
         Args:
             output: 1-D; takes the runs that arrive, in rank order.
@@ -242,11 +242,11 @@ class GlooTransport(TorchTransport):
         """True if a trial showed that gloo's ring adds in the order of `ring_runs`; the same on all ranks."""
 
     def disconnect(self) -> None:
-        """Shut down the connections; see `GlooSockets.shut_down`."""
+        """Shuts down the connections; see `GlooSockets.shut_down`."""
         self._sockets.shut_down()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until gloo no longer uses any tensor of this transport, after `disconnect`; see `works.drain`."""
+        """Waits until gloo no longer uses any tensor of this transport, after `disconnect`; see `works.drain`."""
         return drain(self._in_flight, seconds)
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
@@ -268,6 +268,13 @@ class GlooTransport(TorchTransport):
         return Then(work, lambda: _hand_out(received, [Collective(ALL_REDUCE, (tensor,))], self.rank))
 
     def _sum_by_owners(self, found: "Streams", tensor: Tensor, scale: float) -> Work:
+        """Issues an all-reduce in two exchanges: each rank sums the slice that it owns, and sends the sum.
+
+        Args:
+            found: Connections to the other ranks.
+            tensor: Replaced by the sum.
+            scale: Factor on every rank's contribution.
+        """
         flat, own = tensor.view(-1), self.rank
         part = ring_numel(flat.numel(), flat.element_size(), self.size)
         slices = [flat[rank * part : (rank + 1) * part] for rank in range(self.size)]
@@ -285,7 +292,7 @@ class GlooTransport(TorchTransport):
         return Then(work, held=tensor)
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
-        """Issue small collectives of two ranks as one exchange of one message in each direction.
+        """Issues small collectives of two ranks as one exchange of one message in each direction.
 
         Args:
             collectives: Collectives to issue; the same on both ranks, in the same order.
@@ -333,7 +340,7 @@ class GlooTransport(TorchTransport):
         return self._both_ways(output, source, output_splits, source_splits, found)
 
     def sendrecv(self, other: int, received: Tensor, sent: Tensor) -> Work:
-        """Exchange a tensor with one other rank at full duplex, without the rest of the ranks: for measurements.
+        """Exchanges a tensor with one other rank at full duplex, without the rest of the ranks: for measurements.
 
         All ranks have called `connect_both_ways` before. The wait of the work does not react to an alarm; see
         `listening`.
@@ -350,7 +357,7 @@ class GlooTransport(TorchTransport):
         return Works([Waiting(each, None, self._timeout) for each in (sent_work, coming)])
 
     def listening(self, call: Callable[[], Result]) -> Result:
-        """Run `call` in another thread, call the alarm meanwhile, and return what `call` returns.
+        """Runs `call` in another thread, calls the alarm meanwhile, and returns the result of `call`.
 
         Gloo closes a connection when the wait for a single message times out, so that wait cannot be cut into slices as
         those for collectives are. If another rank aborts, the connections are shut down, which ends `call`: two seconds
@@ -377,7 +384,7 @@ class GlooTransport(TorchTransport):
         self.disconnect()
 
     def connect_both_ways(self) -> TorchGroup:
-        """Connect the group for messages to lower ranks, unless it is connected; every rank calls it."""
+        """Connects the group for messages to lower ranks, unless it is connected; every rank calls it."""
         if self._downwards is None:
             self._downwards = self._sockets.opened_by(lambda: self._connect("downwards"))
         return self._downwards
@@ -395,7 +402,7 @@ class GlooTransport(TorchTransport):
         source_splits: list[int],
         found: "Streams | None",
     ) -> Work:
-        """Exchange over gradwire's own connections, if there are any.
+        """Exchanges over gradwire's own connections, if there are any.
 
         Otherwise messages to higher ranks go through the first group, and messages to lower ranks through the second.
         """
@@ -416,7 +423,7 @@ class GlooTransport(TorchTransport):
     def _pieces(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """Return (rank, tensor to send, tensor to receive into) for each other rank."""
+        """Returns (rank, tensor to send, tensor to receive into) for each other rank."""
         sent, taken = (
             [flat[stop - numel : stop] for numel, stop in zip(splits, accumulate(splits), strict=True)]
             for flat, splits in ((source, source_splits), (output, output_splits))
@@ -424,7 +431,7 @@ class GlooTransport(TorchTransport):
         return [(rank, sent[rank], taken[rank]) for rank in range(self.size) if rank != self.rank]
 
     def _streams_for(self, nbytes: int) -> "Streams | None":
-        """Return the connections for a message, opened at the first large one; None if gloo sends it.
+        """Returns the connections for a message, opened at the first large one; None if gloo sends it.
 
         Every rank calls it at the same point of the sequence of collectives.
 
@@ -442,7 +449,7 @@ class GlooTransport(TorchTransport):
         return self._streams if nbytes >= FAR_NBYTES else None
 
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
-        """Agree with all ranks on a number of connections, and open them if it is at least two; else return None."""
+        """Agrees with all ranks on a number of connections, and opens them if it is at least two; else returns None."""
         from gradwire.comms.links.distance import MOST_CONNECTIONS
         from gradwire.comms.transport import parallel_tcp  # here: most networks have short round trips
 
@@ -472,7 +479,7 @@ class GlooTransport(TorchTransport):
         return parallel_tcp.Streams(found, self._timeout, self._alarm)
 
     def _farthest(self) -> tuple[tuple[int, str] | None, float]:
-        """Return this rank's address family and address on gloo's interface, and its longest round trip in seconds."""
+        """Returns this rank's address family and address on gloo's interface, and its longest round trip in seconds."""
         own, trip = None, 0.0
         for connection in self._sockets.connections:
             with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as copy:
@@ -488,7 +495,7 @@ class GlooTransport(TorchTransport):
         return list(struct.iter_unpack(form, output.numpy().tobytes()))
 
     def _sections(self, flat: Tensor, splits: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the runs of lower ranks, of this rank, and of higher ranks."""
+        """Divides a tensor into the runs of lower ranks, of this rank, and of higher ranks."""
         start = sum(splits[: self.rank])
         stop = start + splits[self.rank]
         return flat[:start], flat[start:stop], flat[stop : sum(splits)]
@@ -510,7 +517,7 @@ def connect_gloo(
     connections: Callable[[float], int] | None = None,
     peer_wait: Callable[[], PeerWait] | None = None,
 ) -> GlooTransport:
-    """Connect `size` ranks over TCP; returns when all of them have joined.
+    """Connects `size` ranks over TCP; returns when all of them have joined.
 
     Gloo listens on `interface`, else on the one that GLOO_SOCKET_IFNAME names, else on the one that the hostname
     resolves to.
@@ -540,7 +547,7 @@ def connect_gloo(
 
 
 def _within(timeout: timedelta, peer_wait: PeerWait, connect: Callable[[], TorchGroup]) -> TorchGroup:
-    """Connect in another thread, until the time-out or until another rank has aborted or exited.
+    """Connects in another thread, until the time-out or until another rank has aborted or exited.
 
     Once all addresses are in the store, gloo waits five time-outs for a connection (`Pair::waitUntil` in its tcp
     transport), so a rank that published its address and died would delay the others as long. Gloo cannot be interrupted
@@ -570,7 +577,7 @@ _FOR_PEER: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def _hand_out(received: Tensor, collectives: Sequence[Collective], rank: int) -> None:
-    """Complete several collectives of two ranks with the peer's parts, which arrived in one message.
+    """Completes several collectives of two ranks with the peer's parts, which arrived in one message.
 
     Args:
         received: 1-D uint8: the parts, end to end.
@@ -593,6 +600,6 @@ def _hand_out(received: Tensor, collectives: Sequence[Collective], rank: int) ->
 
 
 def scale_in_place(tensor: Tensor, scale: float) -> None:
-    """Multiply `tensor` by `scale`, unless that is 1, which is the only factor for integers."""
+    """Multiplies `tensor` by `scale`, unless that is 1, which is the only factor for integers."""
     if scale != 1.0:
         tensor.mul_(scale)

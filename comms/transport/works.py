@@ -47,7 +47,7 @@ class Done:
     """A work that was finished when it was returned."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Returns at once."""
 
 
 class Works:
@@ -57,7 +57,7 @@ class Works:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for all of them, in order."""
+        """Waits for all of them, in order; the first error is raised at once."""
         for work in self._works:
             work.wait()
 
@@ -99,7 +99,7 @@ class Waiting:
 
 
 def wait_in_slices(work: BackendWork, limit: timedelta, alarm: Alarm) -> bool:
-    """Wait for a work of gloo, and call the alarm once a second.
+    """Waits for a work of gloo, and calls the alarm once a second.
 
     Args:
         work: Work of torch.
@@ -133,7 +133,7 @@ def wait_in_slices(work: BackendWork, limit: timedelta, alarm: Alarm) -> bool:
 
 
 def drain(works: dict[int, BackendWork], seconds: float) -> bool:
-    """Wait until gloo's threads have finished with the tensors of works whose wait was abandoned, or never began.
+    """Waits until gloo's threads have finished with the tensors of works whose wait was abandoned, or never began.
 
     Shutting down a connection does not end a work at once: bytes that had arrived before are still read into the
     work's tensors, and a sum that has begun is completed. The tensors are gradients, which elastic training sends again
@@ -144,7 +144,7 @@ def drain(works: dict[int, BackendWork], seconds: float) -> bool:
         seconds: Longest wait in all.
 
     Returns:
-        True if all have ended, with or without an error.
+        True if all have ended, with or without an error; False if time was over before.
     """
     deadline = time.monotonic() + seconds
     for key, work in list(works.items()):
