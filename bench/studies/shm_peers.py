@@ -42,14 +42,14 @@ PeerSeconds = dict[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One competitor: what the table calls it and how its ranks are started."""
+    """Describes one competitor: its name in the table and how its ranks are started."""
 
     name: str
     venv: Path | None = None
-    """Where mpi4py and the MPI are installed; None for the peers that torch starts."""
+    """Virtual environment with mpi4py and the MPI; None for the peers that torch starts."""
 
     def command(self, ranks: int, output: Path) -> list[str]:
-        """The command line that measures `SIZES_NBYTES` with `ranks` ranks and writes JSON to `output`."""
+        """Returns the command line that measures `SIZES_NBYTES` with `ranks` ranks and writes JSON to `output`."""
         script = str(Path(shm_peers_ranks.__file__).resolve())
         arguments = [self.name, str(ranks), str(output), *map(str, SIZES_NBYTES)]
         if self.venv is None:
@@ -59,7 +59,7 @@ class Peer:
 
 
 def measure(peer: Peer, ranks: int) -> PeerSeconds:
-    """One round of one peer.
+    """Measures one round of one peer with a number of ranks; returns the seconds of each size.
 
     Raises:
         RuntimeError: The peer failed; the message ends with what it printed last.
@@ -78,17 +78,17 @@ def measure(peer: Peer, ranks: int) -> PeerSeconds:
 
 
 def size_name(nbytes: int) -> str:
-    """4096 -> '4 KB'; sizes are binary, as in nccl-tests."""
+    """Formats a size: 4096 -> `4 KB`; sizes are binary, as in nccl-tests."""
     return f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
 
 
 def cell(seconds: list[float]) -> str:
-    """Microseconds: median of the rounds (best round)."""
+    """Formats the seconds of all rounds as microseconds: median (best round)."""
     return f"{statistics.median(seconds) * 1e6:.1f} ({min(seconds) * 1e6:.1f})"
 
 
 def table(ranks: int, rounds: dict[str, list[PeerSeconds]]) -> str:
-    """A Markdown table of microseconds: median of the rounds (best round)."""
+    """Returns a table in Markdown with a row for each peer, in microseconds: median of the rounds (best round)."""
     rows = [[f"{ranks} ranks, us", *map(size_name, SIZES_NBYTES)]]
     for name, results in rounds.items():
         rows.append([name, *(cell([result[nbytes] for result in results]) for nbytes in SIZES_NBYTES)])
@@ -96,7 +96,7 @@ def table(ranks: int, rounds: dict[str, list[PeerSeconds]]) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line; None takes this process's own."""
     parser = StudyParser("shm_peers", __doc__)
     parser.add_argument(
         "--mpi-venv",
@@ -112,10 +112,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def peers_of(options: argparse.Namespace) -> list[Peer]:
-    """Ours, gloo, and the MPIs that were named.
+    """Returns the peers to measure: gradwire, gloo, and the MPIs that the options name.
 
     Raises:
-        SystemExit: A venv is not there.
+        SystemExit: An MPI's name is unknown, or its virtual environment has no mpiexec.
     """
     peers = [Peer("gradwire"), Peer("gloo")]
     for entry in options.mpi_venv:

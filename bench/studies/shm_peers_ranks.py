@@ -20,7 +20,13 @@ AllReduce = Callable[[], object]
 
 
 def median_seconds(nbytes: int, all_reduce: AllReduce, barrier: AllReduce) -> float:
-    """Median of the time from a barrier to this rank's return of one call."""
+    """Returns the median time from a barrier to this rank's return of one call, in seconds.
+
+    Args:
+        nbytes: Size of the tensor, which decides the number of calls.
+        all_reduce: Function that all-reduces it once.
+        barrier: Function that waits for all ranks.
+    """
     times = []
     for _ in range(WARM_UP_CALLS):
         all_reduce()
@@ -33,7 +39,7 @@ def median_seconds(nbytes: int, all_reduce: AllReduce, barrier: AllReduce) -> fl
 
 
 def run_mpi(output: Path, sizes: list[int]) -> None:
-    """Inside mpiexec; in place, float32, like the others."""
+    """Measures in-place all-reduces of float32 as one rank under mpiexec; rank 0 writes the slowest rank's seconds."""
     import numpy
     from mpi4py import MPI
 
@@ -48,7 +54,16 @@ def run_mpi(output: Path, sizes: list[int]) -> None:
 
 
 def run_torch(peer: str, rank: int, ranks: int, port: int, output: Path, sizes: list[int]) -> int:
-    """One rank of gloo or of ours; returns its exit status, 0."""
+    """Measures as one rank of gloo or gradwire; returns 0 as its exit status.
+
+    Args:
+        peer: `gloo` or `gradwire`.
+        rank: Number of this rank.
+        ranks: Number of ranks.
+        port: Port of the ranks' store.
+        output: JSON file that rank 0 writes: bytes -> seconds of the slowest rank.
+        sizes: Sizes of the tensor in bytes.
+    """
     from datetime import timedelta
 
     import torch
@@ -83,7 +98,7 @@ def run_torch(peer: str, rank: int, ranks: int, port: int, output: Path, sizes: 
 
 
 def launch_torch(peer: str, ranks: int, output: Path, sizes: list[int]) -> int:
-    """Starts the ranks as plain processes around a store; returns 0 if all of them end well."""
+    """Starts the ranks as plain processes around a store; returns 0 if all of them succeed."""
     from gradwire.bench.emulation.fork import fork_ranks
     from gradwire.bench.nccl_tests.start import Start
     from gradwire.bench.studies.shared.store import serve_store
@@ -94,7 +109,7 @@ def launch_torch(peer: str, ranks: int, output: Path, sizes: list[int]) -> int:
 
 
 def main() -> int:
-    """Reads the four arguments."""
+    """Measures the peer that the command line names; returns the exit status."""
     peer, ranks, output, *sizes = sys.argv[1:]
     nbytes = [int(size) for size in sizes]
     if peer in ("gloo", "gradwire"):

@@ -39,24 +39,25 @@ from gradwire.comms.config import Config
 NODES = "aabb"
 TIMEOUT = timedelta(seconds=5)
 GRACE_SECONDS = 25.0
-"""For a busy machine, and for survivors to wait for the word of one that is stuck (`PATIENCE` of comms/bootstrap/
-failure_reporter.py): after the time-out and this, a rank counts as hanging."""
+"""Seconds after the timeout from which on a rank counts as hanging: for a busy machine, and because survivors wait for
+the report of a stuck rank (`PATIENCE` of comms/bootstrap/failure_reporter.py)."""
 
 ALL_REDUCES = 3
 NUMEL = 1 << 16
 SHARED = Path("/dev/shm")
 LEAVING_SECONDS = 10.0
-"""What gradwire puts there is gone when all ranks have mapped it, milliseconds later; other jobs do the same."""
+"""Longest wait until gradwire's names in /dev/shm are gone; usually that takes milliseconds, until all ranks have
+mapped them. Other jobs may have names there meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How a rank that was not to end has ended.
+    """Describes the end of a rank that was not killed.
 
     Attributes:
-        rank: Which.
-        seconds: From the other one's end to its error; from its own beginning where nobody ended.
-        error: What it raised; empty where all went well.
+        rank: Number of the rank.
+        seconds: Seconds from the victim's end to this rank's end; from its own start if no rank was killed.
+        error: Error that it raised; empty if it succeeded.
     """
 
     rank: int
@@ -66,17 +67,17 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One start in which a rank ended.
+    """Describes one start of four ranks of which one ended early.
 
     Attributes:
-        victim: The rank.
-        how: `kill` or `memory`.
-        after_seconds: From the beginning of the start to its end.
-        ended: Whether it has ended before the others were through.
-        survivors: What became of the others; one that hangs is missing.
+        victim: Number of the rank that ended.
+        how: Cause of its end: `kill` (SIGKILL) or `memory` (no more memory).
+        after_seconds: Seconds from the start to the victim's end.
+        ended: True if the victim ended before the others had finished.
+        survivors: Ends of the other ranks; those that hang or crashed are missing.
         left: Names of gradwire in /dev/shm that were not there before, and stay.
-        crashed: Exit codes, by rank, of survivors that have ended without a word; negative for a signal.
-        traces: Where the threads of those were, and of the ones that hang.
+        crashed: Survivor that ended without a report -> its exit code, negative for a signal.
+        traces: Survivor that hangs or crashed -> stack traces of its threads.
     """
 
     victim: int
@@ -90,19 +91,28 @@ class Round:
 
     @property
     def hanging(self) -> int:
-        """Survivors that were not through after the time-out and the grace."""
+        """Returns the number of survivors that had not ended after the timeout and the grace."""
         return len(NODES) - 1 - len(self.survivors) - len(self.crashed)
 
     @property
     def naming(self) -> int:
-        """Survivors whose error names the rank that has ended: as lost, or, for want of memory, with its own words."""
+        """Returns the number of survivors whose error names the victim, as lost or (without memory) by its report."""
         spoke = "(?! (?:of \\d+ )?(?:could|cannot|saw))" if self.how == "kill" else ""
         words = re.compile(rf"\brank (?:\d+, )*{self.victim}\b{spoke}")
         return sum(bool(words.search(each.error)) for each in self.survivors)
 
 
 def _rank(rank: int, port: int, victim: int, after_seconds: float, how: str, folder: Path) -> None:
-    """A process: one rank; the victim notes when it ends."""
+    """Runs one rank in its own process: makes a communicator and all-reduces; writes its end to a file.
+
+    Args:
+        rank: Number of this rank.
+        port: Port of the ranks' store.
+        victim: Number of the rank that ends early; -1 if none.
+        after_seconds: Seconds from the start to the victim's end.
+        how: `kill` or `memory`.
+        folder: Folder for the files with ends and traces.
+    """
     torch.set_num_threads(1)
     told = (folder / f"{rank}.trace").open("w")
     faulthandler.enable(told)
@@ -142,12 +152,12 @@ def _rank(rank: int, port: int, victim: int, after_seconds: float, how: str, fol
 
 
 def one_round(victim: int, after_seconds: float, how: str = "kill") -> Round:
-    """Starts four ranks of which one ends.
+    """Starts four ranks of which one ends early, and returns what became of all of them.
 
     Args:
-        victim: Which.
-        after_seconds: When.
-        how: `kill` or `memory`.
+        victim: Number of the rank that ends; -1 for a start without such a rank.
+        after_seconds: Seconds from the start to its end.
+        how: Cause of the end: `kill` (SIGKILL) or `memory` (no more memory).
     """
     before = _segments()
     context = multiprocessing.get_context("fork")
@@ -194,7 +204,7 @@ def _left_since(before: set[str]) -> list[str]:
 
 
 def main() -> None:
-    """Prints what was found."""
+    """Runs the rounds, and prints a summary and every round in which something hung, crashed or was left behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--how", choices=("kill", "memory"), default="kill")

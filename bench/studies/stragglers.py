@@ -55,7 +55,7 @@ CASES = ("compute", "link", "slow from the start")
 
 
 class WatchedRank:
-    """One rank, and its steps of a few buckets."""
+    """Takes steps of a few buckets on one rank, under gradwire's observer."""
 
     def __init__(self, communicator: Communicator, config: Config) -> None:
         self.communicator = communicator
@@ -66,7 +66,11 @@ class WatchedRank:
             self.observer.contents[index] = NUMEL, (f"layers.{BUCKETS - 1 - index}.weight",)
 
     def step(self, computes: Callable[[int], float]) -> None:
-        """One step; `computes` gives the seconds of each bucket."""
+        """Takes one step.
+
+        Args:
+            computes: Function of a bucket's index that returns the seconds to sleep before its all-reduce.
+        """
         self.observer.step_began(self.steps)
         buckets = []
         for index, flat in enumerate(self._flats):
@@ -81,7 +85,12 @@ class WatchedRank:
 
 
 def on_threads(nodes: str, body: Callable[[WatchedRank], Result]) -> list[Result]:
-    """Runs `body` on each rank; its node is its letter in `nodes`."""
+    """Runs a function as every rank of a job, each on a thread; returns the results by rank.
+
+    Args:
+        nodes: A letter for each rank, which names its node: `aabb` is two nodes of two ranks.
+        body: Function that a rank runs.
+    """
     store = HashStore()
 
     def run(rank: int) -> Result:
@@ -99,7 +108,13 @@ def on_threads(nodes: str, body: Callable[[WatchedRank], Result]) -> list[Result
 
 
 def alarms(nodes: str, steps: int, seconds: float) -> str:
-    """Goes through `steps` without a late rank."""
+    """Takes steps without a late rank, and returns a report of the warnings and of what has grown meanwhile.
+
+    Args:
+        nodes: A letter for each rank, which names its node.
+        steps: Number of steps.
+        seconds: Seconds that each bucket computes.
+    """
     said: list[str] = []
 
     class Listening(logging.Handler):
@@ -127,7 +142,7 @@ def alarms(nodes: str, steps: int, seconds: float) -> str:
 
 
 def held() -> str:
-    """Memory, threads and descriptors of this process."""
+    """Returns the memory, threads and descriptors of this process as text."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     resident = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -135,7 +150,12 @@ def held() -> str:
 
 
 class SleepingLayers(nn.Module):
-    """Some layers, each a bucket of DDP's; computing a bucket is a sleep, which leaves the processor to the others."""
+    """Stacks linear layers, each a bucket of DDP; the gradient of a layer takes a sleep, which uses no processor.
+
+    Args:
+        width: Features of each layer.
+        computes: Function of a bucket's index that returns the seconds of its sleep.
+    """
 
     def __init__(self, width: int, computes: Callable[[int], float]) -> None:
         super().__init__()
@@ -165,13 +185,23 @@ def _hooked(module: SleepingLayers, width: int, every: int) -> tuple[Distributed
 
 
 WITH, WITHOUT, CONTROL, OFTEN = "with", "without", "without again", "often"
-"""Models whose steps are compared: as they are, twice without the watch, with exchanges as often as they can come."""
+"""Names of the compared models: with the watch, twice without it, and with exchanges as often as possible."""
 
 COLUMNS = "wall", "own", "exchanges"
 
 
 def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]]:
-    """Microseconds of processor time of a step of each model, block by block; and exchanges of a step."""
+    """Measures one rank's processor time with and without the watch, in blocks of steps taken in random turns.
+
+    Args:
+        seconds: Seconds that a step computes (sleeps).
+        blocks: Number of blocks of each model.
+        steps: Number of steps of a block.
+
+    Returns:
+        For each block: name of a model -> microseconds of processor time of a step; `NAME, wall` and `NAME, own` are
+        the wall-clock time and the watch's own part, `NAME, exchanges` the number of exchanges of a step.
+    """
     width, exchanges, own = 64, 0, 0.0
 
     class Counted(Shared):

@@ -38,11 +38,11 @@ DEPTHS = (3, 30)
 """Frames of Python above a call."""
 
 Costs = dict[str, float]
-"""What -> microseconds of processor time of the training thread."""
+"""Name of a call -> microseconds of processor time of the training thread."""
 
 
 def deep(depth: int, call: Callable[[], object]) -> None:
-    """Calls from so many frames further down."""
+    """Calls a function from `depth` frames further down the stack."""
     if depth:
         deep(depth - 1, call)
     else:
@@ -50,7 +50,7 @@ def deep(depth: int, call: Callable[[], object]) -> None:
 
 
 class Nowhere:
-    """A message that is not sent: what torch's own does is no cost of the watch."""
+    """Stands for the work of a message that is not sent, as torch's own cost is no cost of the watch."""
 
 
 def message(notes: MessageNotes, tensor: torch.Tensor) -> None:
@@ -62,7 +62,13 @@ def message(notes: MessageNotes, tensor: torch.Tensor) -> None:
 
 
 def measured(watches: bool, rank: int, port: int) -> None:
-    """One rank's part; rank 0 prints the costs."""
+    """Measures the costs of calls on a lone rank and prints them.
+
+    Args:
+        watches: True runs the watch.
+        rank: Number of this rank.
+        port: Port of the job's store.
+    """
     torch.set_num_threads(1)
     if watches:
         gradwire.watch()
@@ -84,7 +90,7 @@ def measured(watches: bool, rank: int, port: int) -> None:
 
 
 def looked(rank: int, port: int) -> None:
-    """One of two ranks that are watched; rank 0 prints what share of a processor its watch's thread takes."""
+    """Trains as one of two watched ranks; rank 0 prints the share of a processor that its watch's thread takes."""
     torch.set_num_threads(1)
     gradwire.watch()
     join(rank, 2, port, TIMEOUT)
@@ -99,7 +105,7 @@ def looked(rank: int, port: int) -> None:
 
 
 def repeat(call: Callable[[], object], times: int) -> None:
-    """Calls so many times."""
+    """Calls a function `times` times."""
     for _ in range(times):
         call()
 
@@ -113,7 +119,7 @@ def repeat_blocks(call: Callable[[], object], used: list[float]) -> None:
 
 
 def own_seconds() -> float:
-    """Processor time of the watch's thread so far; 0 where there is none."""
+    """Returns the processor seconds of the watch's thread so far; 0 if there is none."""
     thread = next((each for each in threading.enumerate() if each.name == "gradwire watch"), None)
     if thread is None or thread.ident is None:
         return 0.0

@@ -24,39 +24,41 @@ from gradwire.bench.studies.shared.store import serve_store
 from gradwire.comms.bootstrap.compat import TCPStore
 
 GRACE_SECONDS = 30.0
-"""Between SIGTERM and SIGKILL. Source: torchrun's default."""
+"""Seconds between SIGTERM and SIGKILL. Source: torchrun's default."""
 
 POLL_SECONDS = 0.05
 RESULT = "result:"
-"""What rank 0 prints before what a study wants of it."""
+"""Text that rank 0 prints before its result."""
 
 _one_forks = threading.Lock()
-"""Several jobs may run at a time, each from a thread."""
+"""Held while a store is started and ranks are forked, because several threads may each run a job."""
 
 
 def join(rank: int, size: int, port: int, timeout: timedelta) -> None:
-    """Makes gloo the default process group.
+    """Creates a default process group with gloo.
 
     Args:
-        rank: This one.
-        size: Of the job.
-        port: Of its store.
-        timeout: Of collectives.
+        rank: Number of this rank.
+        size: Number of ranks.
+        port: Port of the job's store on this machine.
+        timeout: Timeout of collectives.
     """
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def run_ranks(size: int, main: Callable[[int, int], None], seconds: float) -> tuple[list[int], str]:
-    """Runs a function as every rank of a job.
+    """Runs a function as every rank of a job, each in a forked process.
+
+    After a rank failed, the others get SIGTERM, and SIGKILL `GRACE_SECONDS` later.
 
     Args:
         size: Number of ranks.
-        main: What a rank does, given its number and the port of the ranks' store.
-        seconds: After which all are killed.
+        main: Function that a rank runs, of its number and the port of the ranks' store.
+        seconds: Time limit, after which all ranks are killed.
 
     Returns:
-        The status with which each rank has ended, negative for a signal; and what all of them have printed.
+        (exit status of each rank, negative for a signal; output of all ranks, one after the other).
     """
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
@@ -87,12 +89,12 @@ def run_ranks(size: int, main: Callable[[int, int], None], seconds: float) -> tu
 
 
 def result_of(size: int, main: Callable[[int, int], None], seconds: float) -> Any:
-    """What rank 0 of a job prints behind `RESULT`, as JSON.
+    """Runs a job and returns the JSON value that its rank 0 printed after `RESULT`.
 
     Args:
         size: Number of ranks.
-        main: As for `run_ranks`.
-        seconds: After which all are killed.
+        main: Function that a rank runs, of its number and the port of the ranks' store.
+        seconds: Time limit, after which all ranks are killed.
 
     Raises:
         RuntimeError: A rank failed.

@@ -23,31 +23,31 @@ from gradwire.comms.watch.watch_store import WatchStore
 
 WIDTH, LAYERS, BATCH = 32, 4, 8
 MICRO_BATCHES = 4
-"""Of a step of the pipeline, which has a layer on each rank."""
+"""Number of micro-batches of a step of the pipeline, which has a layer on each rank."""
 FAULT_STEP = 8
 """The first step with the fault."""
 FAULT_AT = "the fault begins at"
-"""What the faulty rank prints, with the time."""
+"""Text that the faulty rank prints before the time at which the fault begins."""
 
 STEP_SECONDS, DELAY_SECONDS = 0.05, 0.2
 TIMEOUT = timedelta(seconds=30)
-"""After which ranks that disagree give up; a watch has spoken long before."""
+"""Timeout of collectives, after which ranks that disagree fail; a watch reports long before."""
 
 KINDS = ("ddp", "fsdp", "hsdp", "tensor_parallel", "zero1", "own", "pipeline")
 FAULTS = ("none", "skip", "order", "shape", "dtype")
 WATCHED_SECONDS = 100.0
-"""For the watches of all ranks to look, on a busy machine."""
+"""Longest wait until the watches of all ranks run, on a busy machine."""
 
 STEPS_TO_NAME = 20
 STEPS_BETWEEN = 40
-"""Without a delay, after one with it: some four of the slices in which a watch judges."""
+"""Steps without a delay after those with one: about four of the slices that a watch judges."""
 
 
 def training(kind: str) -> Callable[[], None]:
-    """What a step computes and sends, in the kind of parallelism that is asked for.
+    """Builds a small model with a kind of parallelism, and returns a function that trains it for one step.
 
     Args:
-        kind: One of `KINDS`.
+        kind: Kind of parallelism, one of `KINDS`.
     """
     torch.manual_seed(0)
     if kind == "pipeline":
@@ -86,7 +86,7 @@ def training(kind: str) -> Callable[[], None]:
 
 
 def _pipeline() -> Callable[[], None]:
-    """Torch's own 1F1B schedule, over point-to-point messages."""
+    """Builds a pipeline with torch's 1F1B schedule, and returns a function that trains it for one step."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -106,7 +106,7 @@ def _pipeline() -> Callable[[], None]:
 
 
 def average_by_hand(model: torch.nn.Module) -> None:
-    """What a script does that knows no DDP."""
+    """Averages the gradients in place with one all-reduce a parameter, as a script without DDP would."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -114,10 +114,10 @@ def average_by_hand(model: torch.nn.Module) -> None:
 
 
 def wait_until_watched() -> None:
-    """Waits until the watches of all ranks look: in a job's first moments, before that, none can name anything.
+    """Waits until the watches of all ranks run, because before that none can name a rank.
 
     Raises:
-        RuntimeError: They do not come.
+        RuntimeError: Some do not run after `WATCHED_SECONDS`.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -130,7 +130,12 @@ def wait_until_watched() -> None:
 
 
 def disagree(fault: str, faulty: bool) -> None:
-    """A collective of the script's own, in which the faulty rank does something else."""
+    """Runs a collective in which the faulty rank does something else.
+
+    Args:
+        fault: Kind of disagreement, one of `FAULTS`.
+        faulty: True on the rank that disagrees.
+    """
     if fault == "skip" and faulty:
         return
     if fault == "order" and faulty:
@@ -142,10 +147,10 @@ def disagree(fault: str, faulty: bool) -> None:
 
 
 class EndsWhereSaid(logging.StreamHandler[TextIO]):
-    """Prints what the watch logs, and ends this rank once it has said who disagrees, in place of the time-out."""
+    """Prints the watch's log, and ends this rank by SIGTERM once a disagreement is reported, before the timeout."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Takes in what the watch logs."""
+        """Prints a record, and ends the process if it reports a disagreement."""
         super().emit(record)
         if "disagree in collective" in record.getMessage():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -155,10 +160,10 @@ def train(fault: str, rank: int, steps: int, step_seconds: float = STEP_SECONDS)
     """Trains with DDP for some steps.
 
     Args:
-        fault: One of `FAULTS`.
-        rank: Which rank has it.
-        steps: How many.
-        step_seconds: What each rank computes in a step, besides the model.
+        fault: Kind of disagreement, one of `FAULTS`; it begins in step `FAULT_STEP`.
+        rank: Rank that disagrees.
+        steps: Number of steps.
+        step_seconds: Seconds that each rank sleeps in a step, besides training the model.
     """
     train_step = training("ddp")
     for step in range(steps):
@@ -176,11 +181,11 @@ def train(fault: str, rank: int, steps: int, step_seconds: float = STEP_SECONDS)
 
 @dataclass(frozen=True, slots=True)
 class NamedRank:
-    """A rank that the watch has called late.
+    """Describes a rank that the watch named as late.
 
     Attributes:
-        rank: Which.
-        busy_with: What it was late in, in the watch's words; None where it gave no reason.
+        rank: Number of the rank.
+        busy_with: Activity that made it late, in the watch's words; None if the watch gave no reason.
     """
 
     rank: int
@@ -189,12 +194,12 @@ class NamedRank:
 
 @dataclass(frozen=True, slots=True)
 class InjectedDelay:
-    """A rank that was late for `STEPS_TO_NAME` steps, and what the watch said.
+    """Describes a delay of `STEPS_TO_NAME` steps, and the ranks that the watch named.
 
     Attributes:
-        rank: Which.
-        named: The ranks that it has named in these steps.
-        after: Those that it has named in the steps without a delay behind them.
+        rank: Number of the delayed rank.
+        named: Ranks named during these steps.
+        after: Ranks named in the steps without a delay that follow.
     """
 
     rank: int
@@ -203,20 +208,20 @@ class InjectedDelay:
 
 
 def named_since(count: int) -> tuple[NamedRank, ...]:
-    """Whom this process's watch has named after so many; nobody on ranks that do not judge."""
+    """Returns the ranks that this process's watch named after the first `count`; none on ranks that do not judge."""
     report = gradwire.watch().report
     return tuple(NamedRank(each.late.rank, each.late.busy_with) for each in report.late[count:]) if report else ()
 
 
 def delays(kind: str, ranks: Sequence[int]) -> list[InjectedDelay]:
-    """Has one rank after the other come late, with steps between in which nobody does.
+    """Trains while one rank after another is late, with steps without a late rank between.
 
     Args:
-        kind: Of the job.
-        ranks: Who is late, in turn.
+        kind: Kind of parallelism, one of `KINDS`.
+        ranks: Ranks to delay, in this order.
 
     Returns:
-        What the watch said of each; on rank 0 alone, empty elsewhere.
+        Ranks that the watch named for each delay, on rank 0; an empty list on other ranks.
     """
     train_step, here = training(kind), dist.get_rank()
 
