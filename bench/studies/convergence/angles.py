@@ -31,25 +31,26 @@ from gradwire.compressors.registry import make
 BEFORE, KEPT = 60, 70
 """Steps of training before gradients are kept, and with them: past the rise of the learning rate."""
 SETTLED, BETWEEN = 30, 4
-"""Kept steps after which momenta and residuals are looked at, and how many lie between two looks."""
+"""Kept steps before the first comparison of momenta, and from one comparison to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Gradients of the matrices that Muon trains."""
+    """Holds recorded gradients of the matrices that Muon trains."""
 
     layout: Layout
     steps: tuple[tuple[Tensor, ...], ...]
-    """For each step and node (layout.numel) float32, the mean over all ranks being the sum over the nodes."""
+    """Gradient of each node at each step, (layout.numel,) float32; their sum over the nodes is the mean over all
+    ranks."""
 
 
 def keep_gradients(task: TextTask, seed: int, only: str = "*") -> Kept:
-    """Trains with exact sums, and keeps the gradients of the last steps.
+    """Trains with exact sums, and returns the gradients of the last `KEPT` steps.
 
     Args:
-        task: Loaded.
-        seed: Of weights and batches.
-        only: Pattern of the names of matrices that are kept.
+        task: Task with its data loaded.
+        seed: Seed of weights and batches.
+        only: Name pattern of the matrices whose gradients are kept.
 
     Raises:
         ValueError: No matrix that Muon trains has such a name.
@@ -76,7 +77,7 @@ def keep_gradients(task: TextTask, seed: int, only: str = "*") -> Kept:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns what torch's Muon makes of a momentum, by a step of it without momentum on a matrix of zeros."""
+    """Returns the orthogonalized momentum, from a step of torch's Muon on a matrix of zeros."""
     parameter = torch.nn.Parameter(torch.zeros_like(matrix))
     parameter.grad = matrix.clone()
     Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()  # type: ignore[no-untyped-call]
@@ -84,17 +85,20 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _looked_ahead(momentum: Tensor, gradient: Tensor) -> Tensor:
-    """Updates a momentum in place; returns what Muon makes orthogonal, with Nesterov's look ahead."""
+    """Updates a momentum in place; returns Nesterov's look-ahead, the matrix that Muon makes orthogonal."""
     momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
     return gradient.lerp(momentum, MUON_MOMENTUM)
 
 
 def degrees(kept: Kept, compressor: str) -> tuple[float, float, float]:
-    """Returns the angles between steps with a compressor and exact ones: the mean, the least and the largest matrix'.
+    """Measures the angles in degrees between Muon's steps with a compressor and with exact sums.
 
     Args:
-        kept: Gradients.
-        compressor: Its name.
+        kept: Recorded gradients.
+        compressor: Name of the compressor.
+
+    Returns:
+        (mean over the matrices, smallest, largest).
     """
     compressors = [make(compressor) for _ in range(NODES)]
     exact, other = torch.zeros(kept.layout.numel), torch.zeros(kept.layout.numel)
@@ -123,7 +127,7 @@ def table(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Measures, and prints the table; returns the exit status."""
+    """Measures the compressors that the command line names, and prints the table; returns 0, or 2 for a bad option."""
     parser = StudyParser("convergence.angles", __doc__)
     parser.add_argument("compressor", nargs="+")
     parser.add_argument("--seed", type=int, default=0)

@@ -10,29 +10,29 @@ from gradwire.bench.studies.convergence.tasks import Task
 
 MUON = "muon"
 MUON_LR = 3e-3
-"""Of the matrices, with steps as long as AdamW's, and of the AdamW of the rest; no other one was tried."""
+"""Learning rate of Muon, with steps as long as AdamW's, and of AdamW for the other parameters; no other was tried."""
 MUON_MOMENTUM = 0.95
 """torch's default. Source: Jordan et al., Muon (2024)."""
 INSIDE = "blocks."
-"""Begins the names of what Muon trains, where it has two dimensions: embeddings and the last layer are AdamW's.
+"""Prefix of the names of the matrices that Muon trains; embeddings and the last layer are AdamW's.
 
 Source: Jordan et al., Muon (2024): embeddings, last layer, biases and gains are another optimizer's.
 """
 
 
 def is_muons(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon trains the parameter of that name."""
+    """Returns whether Muon trains a parameter: a matrix whose name begins with `INSIDE`."""
     return name.startswith(INSIDE) and parameter.ndim == 2
 
 
 def optimizers_of(task: Task, model: nn.Module, kind: str, *, lr: float = 1.0) -> list[Optimizer]:
-    """Returns what trains the model: every one of them steps once after each backward pass.
+    """Returns the optimizers of a model, Muon first; each takes one step after each backward pass.
 
     Args:
-        task: Its own optimizer trains all parameters, or those that Muon does not.
-        model: The task's.
-        kind: `muon`, or the name of the task's own.
-        lr: Factor of the learning rates.
+        task: Task whose own optimizer trains all parameters, or those that Muon does not.
+        model: Model of the task.
+        kind: `muon`, or the name of the task's own optimizer.
+        lr: Factor of all learning rates.
 
     Raises:
         ValueError: The task has no such optimizer, or the model no matrix for Muon.
@@ -57,5 +57,5 @@ def optimizers_of(task: Task, model: nn.Module, kind: str, *, lr: float = 1.0) -
 
 
 def groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
-    """Returns the groups of all optimizers."""
+    """Returns the parameter groups of all optimizers."""
     return [group for each in optimizers for group in each.param_groups]

@@ -65,7 +65,7 @@ PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
 )
 NEVER = 10**6
 COST_ROUNDS = 4
-"""Of which the first is not kept."""
+"""Number of rounds of the cost measurement, of which the first is not counted."""
 
 COST_SLEEP_SECONDS = 0.02
 EVALUATED = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -74,16 +74,17 @@ EVALUATED = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class SlowLinkMethod:
-    """How ranks learn of each other; `options` are those of `gradwire.Outer`, None where it is something else."""
+    """Describes a method by which ranks exchange gradients or models."""
 
     name: str
     options: dict[str, object] | None = None
+    """Options of `gradwire.Outer`; None for another method."""
     turns: int = 30
-    """Steps in one turn of the timing."""
+    """Number of steps in one turn of the timing."""
 
 
 UNSAID: dict[str, object] = {"every": 30, "fragments": 4, "delay": 1, "compressor": None}
-"""What a method's name does not say: a study compares what was said, and nothing that was chosen in a run."""
+"""Options of `gradwire.Outer` for which a method's name says nothing, fixed so that no default changes a method."""
 
 
 def _outer(name: str, **options: object) -> SlowLinkMethod:
@@ -128,13 +129,13 @@ METHODS = {
 
 @dataclass
 class JoinedTask(BatchedTask):
-    """A task whose rank stands for all ranks of a node, which average gradients at every step.
+    """Wraps a task so that one rank stands for all ranks of a node, which average gradients at every step.
 
     Attributes:
-        task: What is trained.
-        ranks: Of a node.
+        task: Task to train.
+        ranks: Number of ranks of a node.
         lr: Factor of the inner learning rate.
-        facts: See `Task`.
+        facts: Name, optimizer and other properties of the task, see `Task`.
     """
 
     task: BatchedTask
@@ -146,31 +147,31 @@ class JoinedTask(BatchedTask):
         self.facts = self.task.facts
 
     def load(self) -> None:
-        """See `Task.load`."""
+        """Loads the data of the wrapped task."""
         self.task.load()
 
     def model(self, seed: int) -> nn.Module:
-        """See `Task.model`."""
+        """Returns the wrapped task's model, initialized with a seed."""
         return self.task.model(seed)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """See `Task.optimizer`."""
+        """Returns the wrapped task's optimizer, its learning rates multiplied by `lr`."""
         optimizer = self.task.optimizer(parameters)
         for group in optimizer.param_groups:
             group["lr"] *= self.lr
         return optimizer
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-        """See `BatchedTask.batch_of`: those of the node's ranks, one after the other."""
+        """Returns the concatenated batches of all ranks of a node; `rank` is the number of the node."""
         inputs, targets = zip(*(self.task.batch_of(step, each, seed) for each in self._ranks(rank)), strict=True)
         return torch.cat(inputs), torch.cat(targets)
 
     def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `BatchedTask.loss_of`."""
+        """Returns the wrapped task's loss of a batch."""
         return self.task.loss_of(model, inputs, targets)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
-        """See `Task.score`."""
+        """Returns the sum of the wrapped task's scores of all ranks of a node; `rank` is the number of the node."""
         return torch.stack([self.task.score(model, each) for each in self._ranks(rank)]).sum(0)
 
     def _ranks(self, node: int) -> range:
@@ -178,14 +179,14 @@ class JoinedTask(BatchedTask):
 
 
 class Training:
-    """One model in training on one rank.
+    """Trains a model on one rank with one method of exchange.
 
     Args:
-        task: Gives model and optimizer.
-        method: One of `METHODS`.
-        place: Of this rank.
-        seed: Of the weights.
-        optimizer: Of `optimizers_of`; the task's own by default.
+        task: Task that makes model, optimizer and loss.
+        method: Method of exchange.
+        place: This rank of the forked job.
+        seed: Seed of weights and batches.
+        optimizer: Kind of optimizer, see `optimizers_of`; None takes the task's own.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class Training:
             self.optimizers = [PostLocalSGDOptimizer(each, averager) for each in self.inner]
 
     def step(self, number: int) -> None:
-        """One optimizer step on this rank's batch of that number."""
+        """Takes an optimizer step on this rank's batch with this number."""
         for each in self.inner:
             each.zero_grad()
         self._task.loss(self.model, number, self._place.rank, self._seed).backward()  # type: ignore[no-untyped-call]
@@ -228,28 +229,28 @@ class Training:
             stepper.step()
 
     def close(self) -> None:
-        """Ends the exchanges."""
+        """Ends the exchanges of `gradwire.Outer`; does nothing for other methods."""
         if self.outer is not None:
             self.outer.close()
 
 
 def task_of_ranks(name: str, ranks: int) -> BatchedTask:
-    """The task of that name for a job of so many ranks, who share its data out."""
+    """Returns the task of this name, whose data are divided among a number of ranks."""
     return FashionTask(ranks=ranks) if name == "fashion" else TASKS[name]()
 
 
 def train(
     task: Task, method: SlowLinkMethod, seed: int, nodes: Sequence[int], steps: int, optimizer: str | None = None
 ) -> dict[str, object]:
-    """Trains once on forked ranks; returns what the record keeps.
+    """Trains a task once on forked ranks, and returns a record of the run for JSON.
 
     Args:
-        task: What is trained.
-        method: How ranks learn of each other.
-        seed: Of the weights.
-        nodes: Ranks of each.
-        steps: Of the run.
-        optimizer: Of `optimizers_of`; the task's own by default.
+        task: Task to train; its data are loaded here.
+        method: Method of exchange.
+        seed: Seed of weights and batches.
+        nodes: Number of ranks of each node.
+        steps: Number of steps of the run.
+        optimizer: Kind of optimizer, see `optimizers_of`; None takes the task's own.
 
     Raises:
         RuntimeError: A rank failed; it has printed why.
@@ -292,7 +293,16 @@ def _curve(
 
 
 def cost(task: Task, method: SlowLinkMethod, nodes: Sequence[int], steps: int) -> dict[str, object]:
-    """Processor time of a rank for a step of exchanges, on forked ranks that only sleep between them.
+    """Measures a rank's processor time for a step of exchanges, on forked ranks that only sleep between them.
+
+    Args:
+        task: Task whose model is exchanged.
+        method: Method with options of `gradwire.Outer`.
+        nodes: Number of ranks of each node.
+        steps: Number of steps in a round.
+
+    Returns:
+        A record for JSON; `processor_seconds` is the median over the rounds.
 
     Raises:
         RuntimeError: A rank failed; it has printed why.
