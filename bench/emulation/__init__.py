@@ -1,1 +1,1 @@
-"""`gradwire emulate`: a cluster of network namespaces on one machine, and the ranks of a job on it."""
+"""`gradwire emulate` runs the ranks of a job on a cluster of network namespaces on one machine."""

@@ -1,4 +1,4 @@
-"""A cluster on one machine: nodes are namespaces, joined by a bridge, each behind a link of a given rate."""
+"""Emulation of a cluster on one machine: nodes are namespaces behind links of a given rate, joined by a bridge."""
 
 import contextlib
 import os
@@ -19,13 +19,13 @@ from gradwire.bench.emulation.relay import PathCounts, Relay, send_real_packets
 from gradwire.topology.printable import shortened
 
 INTERFACE = "eth0"
-"""The first NIC of each node; a second one is eth1."""
+"""Name of the first NIC of each node; a second one is eth1."""
 FIRST_PORT = 29500
 """torchrun's default for MASTER_PORT."""
 
 MOST_NODES = 200
 MOST_RANKS = 1024
-"""The most ranks of a job on one machine; each is a process that imports torch."""
+"""Upper limit of the ranks of a job on one machine; each is a process that imports torch."""
 _MOST_QUEUED_NBYTES = 2**31
 """tc counts a queue in 32 bits; reached at 86 Gbit/s, which no software link carries."""
 
@@ -45,19 +45,22 @@ WITH_ONE_THREAD = 'exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@"'
 
 
 Names = Literal["all", "own", "none"]
-"""See `EmulatedCluster`."""
+"""Names that resolve on each node: those of all nodes, its own, or none; see `EmulatedCluster`."""
 
 Carrier = Literal["auto", "netem", "relay"]
-"""See `EmulatedCluster`."""
+"""Carrier of the packets between nodes: see `check_carrier`."""
 
 FIRST_NETWORK = "10.77.0.0/16"
 
 
 def check_names(names: str) -> Names:
-    """Returns what the nodes' names are to resolve to.
+    """Checks the value of `names`, and returns it; see `EmulatedCluster`.
+
+    Args:
+        names: `all`, `own` or `none`.
 
     Raises:
-        ValueError: if it is none of the three.
+        ValueError: It is none of the three.
     """
     for known in get_args(Names):
         if names == known:
@@ -66,18 +69,18 @@ def check_names(names: str) -> Names:
 
 
 def check_carrier(carrier: str, paths: Paths | None, parameter: str = "carrier") -> Carrier:
-    """Returns what carries packets between nodes with paths.
+    """Chooses what carries packets between the nodes: the kernel's netem, or the relay.
 
     Args:
         carrier: `auto`, `netem` or `relay`.
-        paths: The network between the nodes, if it is more than a bridge.
-        parameter: Its name as the user wrote it, for the error message.
+        paths: Delay, loss and queues between the nodes; None for a plain bridge.
+        parameter: Name of the parameter for error messages, as the user wrote it.
 
     Returns:
         `netem` or `relay`; `auto` without paths.
 
     Raises:
-        ValueError: if it is none of them, or cannot do what is asked for here.
+        ValueError: `carrier` is none of the three, or cannot emulate the paths on this machine.
     """
     if carrier not in get_args(Carrier):
         raise ValueError(
@@ -100,10 +103,14 @@ def check_carrier(carrier: str, paths: Paths | None, parameter: str = "carrier")
 
 
 def check_congestion(name: str | None, parameter: str = "congestion") -> str | None:
-    """Returns how TCP reacts to loss, as the kernel calls it.
+    """Checks that this kernel has a congestion control of TCP, and returns its name.
+
+    Args:
+        name: Name in net.ipv4.tcp_available_congestion_control; None is returned as it is.
+        parameter: Name of the parameter for error messages, as the user wrote it.
 
     Raises:
-        ValueError: if this kernel has none of the name; the message names `parameter`.
+        ValueError: This kernel has no congestion control of this name.
     """
     known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     if name is not None and name not in known:
@@ -114,10 +121,14 @@ def check_congestion(name: str | None, parameter: str = "congestion") -> str | N
 
 
 def parse_network(text: str, parameter: str = "network") -> IPv4Network | IPv6Network:
-    """Reads the network of the nodes' addresses.
+    """Parses the network of the nodes' addresses.
+
+    Args:
+        text: Network with its prefix length, such as `10.77.0.0/16`.
+        parameter: Name of the parameter for error messages, as the user wrote it.
 
     Raises:
-        ValueError: if it is none, or not of 16 bits (IPv4) or 64 (IPv6); the message names `parameter`.
+        ValueError: The text is no network, or its prefix is not of 16 bits (IPv4) or 64 bits (IPv6).
     """
     try:
         found = ip_network(text)
@@ -131,13 +142,13 @@ def parse_network(text: str, parameter: str = "network") -> IPv4Network | IPv6Ne
 
 
 def _port(network: int, node: int) -> str:
-    """The bridge's end of a node's cable."""
+    """Returns the name of the bridge's end of the cable (veth pair) to a node."""
     return f"port{node}" if network == 0 else f"port{node}net{network}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceBytes:
-    """What one NIC carried while a command ran, in bytes with Ethernet headers."""
+    """Traffic of one NIC while a command ran: bytes sent (tx) and received (rx), with Ethernet headers."""
 
     interface: str
     tx: int
@@ -146,7 +157,7 @@ class InterfaceBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicBytes:
-    """What the NICs of one node carried together while a command ran, and each of them."""
+    """Traffic of one node while a command ran: bytes of all of its NICs together, and of each."""
 
     node: int
     hostname: str
@@ -157,19 +168,19 @@ class NicBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult(JobOutcome):
-    """How a command on the cluster ended, and what it put on the links."""
+    """Result of a command on the cluster: exit statuses and output of its ranks, and their traffic."""
 
     nic_bytes: tuple[NicBytes, ...]
     """Bytes that the NICs of each node carried."""
 
 
 class EmulatedCluster:
-    """Emulated nodes, up from the start of a `with` block (or of the object) to its end.
+    """Cluster of emulated nodes; they exist from its construction until `close`, or the end of a `with` block.
 
-    The nodes have hostnames node0, node1, ..., their own /dev/shm, processes and network; files are the machine's.
-    They cannot reach the machine's own network. All ranks share the machine's processors. The kernel ends the
-    nodes with the thread that made them, so that nothing outlives a killed program: make a cluster in a thread that
-    stays.
+    The nodes have hostnames node0, node1, ..., and their own /dev/shm, processes and network; files are the machine's.
+    They cannot reach the machine's own network. All ranks share the machine's processors. The kernel ends the nodes
+    with the thread that made them, so that nothing outlives a killed program: make a cluster in a thread that lasts as
+    long as the cluster is needed.
     """
 
     def __init__(
@@ -234,39 +245,39 @@ class EmulatedCluster:
 
     @property
     def nic_rates(self) -> tuple[int, ...]:
-        """Rate of each node, over all its NICs, each direction; empty without a limit."""
+        """Bits per second of each node in each direction, over all of its NICs; empty without a limit."""
         return tuple(map(sum, self.rates_by_nic))
 
     @property
     def interfaces(self) -> tuple[str, ...]:
-        """The NICs of each node."""
+        """Names of the NICs that each node has."""
         return (
             tuple(f"eth{number}" for number in range(len(self.rates_by_nic[0]))) if self.rates_by_nic else (INTERFACE,)
         )
 
     @property
     def nic_bits_per_second(self) -> int | None:
-        """Rate of the slowest node, over all its NICs, each direction; None without a limit."""
+        """Bits per second of the slowest node in each direction, over all of its NICs; None without a limit."""
         return min(self.nic_rates, default=None)
 
     @property
     def hostnames(self) -> tuple[str, ...]:
-        """The nodes' hostnames."""
+        """Hostnames of the nodes."""
         return tuple(f"node{node}" for node in range(len(self.nodes)))
 
     def address(self, node: int, network: int = 0) -> str:
-        """Returns a node's address.
+        """Returns the address of a node in one of the cluster's networks.
 
         Args:
-            node: Its number, from 0.
-            network: 0 for the first one; each further one has the numbers after those of the one before.
+            node: Number of the node, from 0.
+            network: Number of the network, 0 for the first; its addresses follow those of the network before it.
         """
         first = int(self._network.network_address) + network * self._network.num_addresses
         return str(ip_address(first + node + 1))
 
     @property
     def has_ipv6_alone(self) -> bool:
-        """Whether the nodes have no IPv4 but the loopback's."""
+        """Whether the nodes have IPv6 addresses only, except on the loopback."""
         return self._network.version == 6
 
     def _bring_up(self) -> None:
@@ -286,7 +297,11 @@ class EmulatedCluster:
                 self.add_network(interface)
 
     def _hosts(self, own: str) -> list[str]:
-        """The lines of a node's /etc/hosts."""
+        """Returns the lines of a node's /etc/hosts, by the parameter `names`.
+
+        Args:
+            own: Hostname of the node.
+        """
         if self.names == "none":
             return ["127.0.0.1 localhost"]
         if self.names == "own":
@@ -304,12 +319,12 @@ class EmulatedCluster:
         return holder
 
     def add_network(self, interface: str) -> None:
-        """Joins all nodes by one more bridge, with addresses of its own: 10.78.0.1 on the first node of the second one.
+        """Joins all nodes by another bridge with its own addresses, such as 10.78.0.1 on the first node of the second.
 
-        Its links have the rates of the NICs of that number; one beyond those has the rates of the first.
+        The links have the rates of the nodes' NICs of the same number; beyond those, the rates of the first NICs.
 
         Args:
-            interface: Its name on the nodes; for the first network `INTERFACE`.
+            interface: Name of the network's interface on the nodes; `INTERFACE` for the first network.
         """
         network, self._networks = self._networks, self._networks + 1
         nic = network if network < len(self.interfaces) else 0
@@ -342,7 +357,14 @@ class EmulatedCluster:
         self._carriers.append(relay)
 
     def _join(self, holder: Holder, node: int, network: int, interface: str) -> None:
-        """Lays the cable from a node to a bridge; its node's end is born inside the node, its other end outside."""
+        """Makes the cable (veth pair) from a node to a bridge, with one end inside the node.
+
+        Args:
+            holder: Namespaces of the node.
+            node: Number of the node.
+            network: Number of the network, and so of the bridge.
+            interface: Name of the end inside the node.
+        """
         port = _port(network, node)
         # Behind a relay the port is nobody's: without an address of its own, which would speak up on IPv6.
         joined = "addrgenmode none" if self.carrier == "relay" else f"master bridge{network}"
@@ -363,10 +385,11 @@ class EmulatedCluster:
             holder.run(f"ip route replace {route} dev {interface}{same} congctl {self.congestion}")
 
     def _keep_order(self, end: Holder, interface: str, node: int) -> None:
-        """Has one core handle what an interface receives.
+        """Lets one core handle all packets that an interface receives, so that they stay in order.
 
-        Otherwise packets wait on the core of who sent them, and a sender that moves to another core overtakes itself.
-        In a user namespace the kernel lets nobody say so: there a busy machine may change the order of some packets.
+        Otherwise packets wait on the core of their sender, and those of a sender that moves to another core can
+        overtake earlier ones. In a user namespace the kernel does not allow this setting: a busy machine may then
+        change the order of some packets.
         """
         if is_unprivileged():
             return
@@ -383,10 +406,10 @@ class EmulatedCluster:
         """Sets the rate of one node's link, each direction.
 
         Args:
-            node: Its number.
-            interface: Its name on the node.
-            network: 0 for the first one.
-            bits_per_second: None for no limit.
+            node: Number of the node.
+            interface: Name of the link's interface on the node.
+            network: Number of the network, 0 for the first.
+            bits_per_second: Rate in each direction; None for no limit.
 
         Raises:
             RuntimeError: The relay of the network has ended.
@@ -398,13 +421,13 @@ class EmulatedCluster:
             holder.run(f"tc qdisc del dev {name} root 2> /dev/null || true\n" + self._limit(name, bits_per_second))
 
     def path_counts(self, network: int = 0) -> tuple[tuple[PathCounts, ...], ...]:
-        """What became of the packets since the start, by sending node, then receiving node.
+        """Returns the packets since the start that were offered, lost, dropped and delivered, by sender, then receiver.
 
         Args:
-            network: 0 for the first one.
+            network: Number of the network, 0 for the first.
 
         Raises:
-            RuntimeError: The cluster has no `path`, whose relay counts them; or the relay has ended.
+            RuntimeError: The cluster has no `path`, without which packets are not counted; or the relay has ended.
         """
         if self.paths is None:
             raise RuntimeError("only a cluster with a `path` counts packets: the kernel's bridge carries the others'")
@@ -412,11 +435,11 @@ class EmulatedCluster:
 
     @property
     def relays(self) -> tuple[Relay, ...]:
-        """The relays of each network; none without a `path`, or where netem carries its packets."""
+        """Relay of each network; empty without a `path`, or if netem carries the packets."""
         return tuple(self._relays)
 
     def shrink_switch(self, mtu: int) -> None:
-        """Has the first network's bridge carry smaller packets than the nodes send; larger ones vanish.
+        """Lowers the MTU of the first network's bridge below that of the nodes, so that larger packets are lost.
 
         Args:
             mtu: Largest packet on the bridge's ports, in bytes.
@@ -425,23 +448,28 @@ class EmulatedCluster:
             self._bridge.run(f"ip link set {_port(0, node)} mtu {mtu}")
 
     def enter(self, node: int) -> list[str]:
-        """Returns the words that run a command inside a node, as root: to change what it has, or to break it.
+        """Returns the words that, put before a command, run it inside a node as root.
 
         Args:
-            node: Its number.
+            node: Number of the node.
         """
         return self._holders[node].enter()
 
     def process(self, node: int) -> int:
-        """Returns the id of a process of a node, whose namespaces are the node's.
+        """Returns the process ID, on this machine, of a process in the node's namespaces.
 
         Args:
-            node: Its number.
+            node: Number of the node.
         """
         return self._holders[node].pid
 
     def _limit(self, interface: str, bits_per_second: int | None) -> str:
-        """The line that limits what an interface sends; the other direction is limited at the cable's other end."""
+        """Returns the shell line that limits what an interface sends; the cable's other end limits the other direction.
+
+        Args:
+            interface: Name of the interface.
+            bits_per_second: Rate; None removes the limit.
+        """
         if bits_per_second is None:
             return ""
         bytes_per_second = bits_per_second // 8
@@ -466,18 +494,18 @@ class EmulatedCluster:
 
         Args:
             command: Program and arguments, in the current folder.
-            order: How the ranks are dealt over the nodes.
-            timeout_seconds: Longest time for the whole; None for no limit.
-            grace_seconds: How long the other ranks may go on after one has failed.
-            environment: Variables to set besides torchrun's; they win.
-            raw: Let the ranks write to this process's stdout and stderr themselves.
-            on_line: Called with (rank, line) for every line printed, unless `raw`.
+            order: Order in which ranks are assigned to nodes, see `Order`.
+            timeout_seconds: Time limit of the whole run; None for no limit.
+            grace_seconds: Seconds for which the other ranks may go on after one has failed.
+            environment: Environment variables to set; they replace torchrun's.
+            raw: Whether the ranks write to this process's stdout and stderr themselves; no output is collected then.
+            on_line: Callback with (rank, line) for every line printed, unless `raw`.
 
         Returns:
-            Statuses, output and bytes; a rank that failed is no exception, see `RunResult.check`.
+            Statuses, output and traffic. A failed rank raises no exception here, but in `RunResult.check`.
 
         Raises:
-            RuntimeError: The relay that carries the network has ended; the ranks have been ended, too.
+            RuntimeError: The relay that carries the packets has ended; the ranks were ended, too.
         """
         self._check_relays("")
         placements = place_ranks(self.nodes, order)
@@ -501,7 +529,7 @@ class EmulatedCluster:
         return tuple(self._nic_bytes(node, none, now) for node, now in enumerate(self._carried()))
 
     def _carried(self) -> list[list[tuple[int, int]]]:
-        """(sent, received) of each NIC of each node until now."""
+        """Returns the bytes (sent, received) of each NIC of each node until now."""
         return [[holder.nic_bytes(interface) for interface in self.interfaces] for holder in self._holders]
 
     def _nic_bytes(self, node: int, then: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> NicBytes:
@@ -543,13 +571,13 @@ class EmulatedCluster:
         return [*words, "sh", "-c", WITH_ONE_THREAD, "sh", *command]
 
     def close(self) -> None:
-        """Takes the nodes down with everything that still runs on them; harmless when done twice."""
+        """Removes the nodes, and ends all processes on them; a second call does nothing."""
         self._stack.close()
 
     def __enter__(self) -> Self:
-        """Returns itself."""
+        """Returns the cluster itself, for `with`."""
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Takes the nodes down."""
+        """Closes the cluster."""
         self.close()

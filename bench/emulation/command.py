@@ -1,4 +1,4 @@
-"""`gradwire emulate`: a command as the ranks of a job, on a cluster of network namespaces on this machine."""
+"""`gradwire emulate` runs a command as the ranks of a job, on a cluster of network namespaces on this machine."""
 
 import argparse
 import dataclasses
@@ -37,7 +37,7 @@ _EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of everything before the `--`."""
+    """Returns the parser of the options before the `--`; the command to run follows it."""
     parser = CommandParser(
         prog="gradwire emulate",
         usage="%(prog)s --nodes N --ranks-per-node R [options] -- COMMAND...",
@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_path_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what lies between the nodes, in the words of `PathOptions`."""
+    """Adds the options of the network between the nodes, named like the fields of `PathOptions`."""
     group = parser.add_argument_group("between the nodes (default: no delay, no loss)")
     group.add_argument(
         "--delay",
@@ -121,12 +121,12 @@ def _add_path_options(parser: argparse.ArgumentParser) -> None:
 
 
 def path_options(options: argparse.Namespace) -> PathOptions:
-    """Returns what the options say about the network between the nodes."""
+    """Returns the options of the network between the nodes as a `PathOptions`."""
     return PathOptions(**{each.name: getattr(options, each.name) for each in dataclasses.fields(PathOptions)})
 
 
 def path_table(cluster: EmulatedCluster) -> Table:
-    """Returns the table of what became of the packets between the nodes.
+    """Returns a table of the packets between the nodes: offered, lost, dropped and delivered, for each pair.
 
     Args:
         cluster: A cluster with paths.
@@ -148,10 +148,13 @@ def path_table(cluster: EmulatedCluster) -> Table:
 
 
 def ranks_of_nodes(options: argparse.Namespace) -> list[int]:
-    """Reads the shape of the cluster from the options: the number of ranks on each node.
+    """Returns the number of ranks on each node, by `--nodes` and `--ranks-per-node`, or by `--uneven`.
+
+    Args:
+        options: Options of the command line.
 
     Raises:
-        ValueError: if the options do not say, or contradict each other.
+        ValueError: The options are missing, out of range, or contradict each other.
     """
     if options.uneven is not None:
         words = [word.strip() for word in options.uneven.split(",")]
@@ -181,12 +184,12 @@ def ranks_of_nodes(options: argparse.Namespace) -> list[int]:
 
 
 def nic_table(cluster: EmulatedCluster, nic_bytes: Sequence[NicBytes], after: str) -> Table:
-    """Return the table of what each node's link carried.
+    """Returns a table of the bytes on each node's link.
 
     Args:
         cluster: A cluster that runs or ran.
         nic_bytes: Bytes that each node's NICs carried.
-        after: Time in which they did so.
+        after: Words for the time in which they did so, for the title.
     """
     rate = ", ".join(dict.fromkeys(map(format_nic_rates, cluster.rates_by_nic))) or "no limit"
     title = f"bytes on the links ({rate}, {after})"
@@ -199,13 +202,13 @@ def nic_table(cluster: EmulatedCluster, nic_bytes: Sequence[NicBytes], after: st
 
 
 def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], order: str) -> dict[str, object]:
-    """What the table says, and the statuses, for programs to read.
+    """Returns the result of a run as a JSON object: exit statuses, and the traffic of each node.
 
     Args:
-        cluster: The cluster that ran.
-        result: What its `run` returned.
-        command: What was run.
-        order: How the ranks were dealt.
+        cluster: Cluster on which the command ran.
+        result: Result of its `run`.
+        command: Program and arguments that were run.
+        order: Order in which ranks were assigned to nodes.
     """
     paths = None
     if cluster.paths is not None:
@@ -233,10 +236,10 @@ def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], o
 
 
 def own_python(command: list[str]) -> list[str]:
-    """Has a bare `python` be the interpreter that runs gradwire: PATH's may have neither torch nor gradwire.
+    """Replaces `python` at the start of a command by this interpreter, because PATH's may have no torch and gradwire.
 
     Args:
-        command: Program and arguments; a path such as `./python` stays what it is.
+        command: Program and arguments; a path such as `./python` is not replaced.
     """
     if command and command[0] in ("python", "python3"):
         return [sys.executable, *command[1:]]
@@ -244,7 +247,7 @@ def own_python(command: list[str]) -> list[str]:
 
 
 def _printer(options: argparse.Namespace) -> RankLine | None:
-    """Prints a rank's line; None where the ranks write to stdout and stderr themselves."""
+    """Returns the callback that prints a rank's line; None if the ranks write to stdout and stderr themselves."""
     if not options.prefix and options.json != STDOUT:
         return None
     stream = sys.stderr if options.json == STDOUT else sys.stdout
@@ -321,10 +324,10 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Runs a command on an emulated cluster and returns its exit status.
+    """Runs a command on an emulated cluster, and returns its exit status.
 
     Args:
-        argv: Options, `--`, the command.
+        argv: Words of the command line after `emulate`: options, `--`, and the command.
 
     Returns:
         The status of the rank that failed first, 128 + signal for one that a signal ended; 124 after `--timeout`; 2

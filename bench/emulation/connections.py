@@ -1,20 +1,20 @@
-"""What one TCP connection reaches, where that is less than the link: clouds and a core's TCP stack both limit a flow.
+"""Limit of the rate of single TCP connections, as clouds and the TCP stack on one core impose it.
 
-A ring of all ranks crosses from node to node on one connection, parallel rings on several; a limit on each connection
-tells them apart, as a limit on the link cannot.
+A ring of all ranks has one connection between two nodes, and parallel rings have several. With a limit on each
+connection their speeds differ; with a limit on the link they do not.
 """
 
 from gradwire.comms.bootstrap.kernel import outside_connections, pace
 
 
 def limit_streams(bytes_per_second: float) -> int:
-    """Limits what each of this process's TCP connections to another node sends; those inside the node stay as they are.
+    """Limits the rate at which this process sends on each of its TCP connections to other nodes.
 
     Args:
-        bytes_per_second: Of payload and headers, for each connection and direction; this side sends no faster.
+        bytes_per_second: Rate of payload and headers on each connection.
 
     Returns:
-        Connections limited.
+        Number of the connections that were limited.
     """
     limited = 0
     for _, _, connection in outside_connections():

@@ -1,4 +1,4 @@
-"""Ranks forked from one warmed process, so that dozens of ranks start in seconds on a few cores.
+"""Start of ranks by forking a process that has imported torch, so that dozens start in seconds on a few cores.
 
 The first `run_forked` of a process starts this module, outside the nodes: it imports torch, once for all jobs, and ends
 with the process that started it. For each job it forks a process that imports the job's MODULE. On every node,
@@ -47,25 +47,26 @@ from gradwire.bench.pipe import status_of
 from gradwire.comms.environment import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
-"""The start timeout for 32 ranks to find each other on 2 busy cores."""
+"""Time limit for all ranks to connect, enough for 32 ranks on 2 busy cores."""
 
 
 LAZY = ("torch.nn.parallel", "torch._dynamo")
-"""What torch imports late, and ranks would each import; the first DDP model wants the second, 800 modules."""
+"""Modules that `import torch` leaves out and that each rank would import itself; the first DDP model imports
+torch._dynamo, with 800 modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForkedRank:
-    """Where a forked rank is, and how it reaches the others.
+    """Rank and node of a forked process, and the address at which the ranks meet.
 
     Attributes:
-        rank: Of the job.
-        world_size: Ranks in the job.
+        rank: Rank in the job.
+        world_size: Number of ranks in the job.
         node: Number of its node.
-        nodes: Ranks of each node.
-        address: Of the node of rank 0.
-        port: Where rank 0 serves the store.
-        interface: The node's network card.
+        nodes: Number of ranks of each node.
+        address: Address of the node of rank 0.
+        port: TCP port of the store that rank 0 serves.
+        interface: Name of the node's network interface.
     """
 
     rank: int
@@ -77,16 +78,19 @@ class ForkedRank:
     interface: str
 
     def connect(self, timeout: timedelta = START_TIMEOUT) -> None:
-        """Makes gloo the default process group of all ranks.
+        """Makes a gloo group of all ranks the default process group. Collective.
+
+        Args:
+            timeout: Time limit for all ranks to join, and of the group's collectives.
 
         Raises:
-            RuntimeError: A rank did not come within `timeout`.
+            RuntimeError: A rank did not join within `timeout`.
         """
         store = TCPStore(self.address, self.port, self.world_size, self.rank == 0, timeout)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
 
     def leave(self) -> None:
-        """Takes the default process group down, once all ranks have come; release every model before.
+        """Waits for all ranks, then destroys the default process group. Release every model before. Collective.
 
         A DDP model that outlives its gloo group can wait for gloo's threads for ever (torch 2.13).
         """
@@ -96,7 +100,11 @@ class ForkedRank:
         dist.destroy_process_group()
 
     def tell(self, found: object) -> None:
-        """Leaves; rank 0 says before what was found, of what JSON knows, to who has called `hear_forked`."""
+        """Sends rank 0's result to the caller of `hear_forked`, then calls `leave`. Collective.
+
+        Args:
+            found: Result, of types that JSON has; ignored on other ranks.
+        """
         if self.rank == 0:
             print(json.dumps(found), flush=True)
         self.leave()
@@ -116,18 +124,21 @@ def run_forked(
     """Runs `module.rank_main` as every rank of a job on an emulated cluster.
 
     Args:
-        cluster: Made with one rank for each node: `EmulatedCluster([1] * len(nodes), nic)`.
+        cluster: Cluster that was made with one rank for each node: `EmulatedCluster([1] * len(nodes), nic)`.
         module: Full name, or path, of a module with `rank_main(place, arguments) -> int`.
-        arguments: Passed to every rank.
-        nodes: Ranks of each node.
-        order: How the ranks are dealt over the nodes.
-        timeout_seconds: Longest time for the whole job.
-        grace_seconds: How long the other nodes may go on after a rank has failed.
-        on_line: Called with (node, line) for every line printed.
+        arguments: Arguments that every rank gets.
+        nodes: Number of ranks of each node.
+        order: Order in which ranks are assigned to nodes, see `Order`.
+        timeout_seconds: Time limit of the whole job; None for no limit.
+        grace_seconds: Seconds for which the other nodes may go on after a rank has failed.
+        on_line: Callback with (node, line) for every line printed.
+
+    Returns:
+        Statuses and output by node, not by rank, and the traffic of the nodes.
 
     Raises:
         ValueError: `cluster` has other nodes.
-        RuntimeError: The process that forks the ranks could not start, or was ended; what it said stands on stderr.
+        RuntimeError: The process that forks the ranks could not start, or was ended; its error is on stderr.
     """
     if list(cluster.nodes) != [1] * len(nodes):
         raise ValueError(f"`cluster` has {list(cluster.nodes)} ranks on its nodes; wanted one on each of {len(nodes)}")
@@ -144,7 +155,7 @@ def run_forked(
 
 
 class _Warmed:
-    """A process that has imported torch, and forks one for each job of this one; it ends with this one."""
+    """Child process that has imported torch, and forks a process for each job; it ends with this process."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -161,14 +172,22 @@ class _Warmed:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not been ended from outside."""
+        """Whether the child process still runs."""
         return self._process.poll() is None
 
     @contextlib.contextmanager
     def job(self, module: str, listener: socket.socket) -> Iterator[None]:
-        """Has a job's process import a module, with this one's variables, folder and output, and serve who connects.
+        """Starts the process of a job, which imports a module and forks ranks for the nodes that connect.
 
-        It is killed at the end of the block, with all that it has forked.
+        It gets this process's environment variables, folder and output. It is killed at the end of the block, with all
+        processes that it has forked.
+
+        Args:
+            module: Full name, or path, of the job's module.
+            listener: Listening socket to which the nodes connect.
+
+        Raises:
+            RuntimeError: The child process has ended.
         """
         ours, theirs = socket.socketpair()
         with ours:
@@ -189,14 +208,14 @@ class _Warmed:
                 os.close(handles[0])
 
     def _end(self) -> None:
-        """Kills it: it may be importing torch yet."""
+        """Kills the child process, which may still be importing torch."""
         self._control.close()
         self._process.kill()
         self._process.wait()
 
 
 _started: list[_Warmed] = []
-"""The last one that this process has started."""
+"""Child process that this process has started last; empty or of one item."""
 
 
 def _warmed_process() -> _Warmed:
@@ -216,20 +235,20 @@ def hear_forked(
     path: PathOptions | None = None,
     congestion: str | None = None,
 ) -> Any:
-    """Runs `module.rank_main` as every rank of a job on an emulated cluster of its own: see `run_forked`.
+    """Runs `module.rank_main` as every rank of a job on a new emulated cluster, and returns the ranks' result.
 
     Args:
-        module: Full name.
-        arguments: Passed to every rank.
-        nodes: Ranks of each node.
-        nic: Rate of each node's link, as for `EmulatedCluster`.
-        timeout_seconds: Longest time for the whole job.
-        order: How the ranks are dealt over the nodes.
-        path: As for `EmulatedCluster`.
-        congestion: As for `EmulatedCluster`.
+        module: Full name, or path, of a module with `rank_main(place, arguments) -> int`.
+        arguments: Arguments that every rank gets.
+        nodes: Number of ranks of each node.
+        nic: Rate of each node's link, as for `EmulatedCluster`; None for no limit.
+        timeout_seconds: Time limit of the whole job.
+        order: Order in which ranks are assigned to nodes, see `Order`.
+        path: Delay, loss and queues between the nodes, as for `EmulatedCluster`.
+        congestion: Congestion control of TCP, as for `EmulatedCluster`.
 
     Returns:
-        What the ranks have told by `ForkedRank.tell`.
+        The value that rank 0 passed to `ForkedRank.tell`.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -249,29 +268,36 @@ with socket.socket(socket.AF_UNIX) as warmed:
     status = warmed.makefile().read()
 sys.exit(int(status) if status else "the process that forks the ranks has ended")
 """
-"""Runs on every node with SOCKET SHAPE ORDER ARGUMENTS..., and imports nothing large."""
+"""Program that runs on every node with the words SOCKET SHAPE ORDER ARGUMENTS...; it imports no large module."""
 
 _NAMESPACES = ("net", "uts", "pid", "mnt")
-"""Those of a `Holder`. A process is in the PID namespace from its next fork on."""
+"""Kinds of namespaces of a `Holder`. A process that enters a PID namespace is not in it itself; its children are."""
 
 
 BAD_FLAG = 2
-"""Exit status of a command line that makes no sense."""
+"""Exit status for a wrong command line."""
 
 
 class HasRank(Protocol):
-    """What `fork_ranks` needs to know of a rank."""
+    """Protocol of the places that `fork_ranks` takes."""
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """Number of the rank."""
 
 
 P = TypeVar("P", bound=HasRank)
 
 
 def fork_ranks(places: Sequence[P], entry: Callable[[P, list[str]], int], arguments: list[str]) -> int:
-    """Forks one process for each place and waits for all; the first failure ends the others.
+    """Forks a process for each place and waits for all; after the first failure the others get SIGTERM.
+
+    After status `BAD_FLAG` they do not, because all ranks end with it by themselves.
+
+    Args:
+        places: Place of each rank, which its process gets.
+        entry: Function (place, arguments) that a process runs; it returns the exit status.
+        arguments: Arguments that every process gets.
 
     Returns:
         0, or the status of the rank that failed first (128 + signal for one that a signal ended).
@@ -297,13 +323,16 @@ def fork_ranks(places: Sequence[P], entry: Callable[[P, list[str]], int], argume
 
 
 def ask_in_child(question: Callable[[], bool]) -> bool:
-    """Asks in a forked process, for questions after which this one could fork no ranks.
+    """Calls a function in a forked process and returns its answer, so that this process can still fork ranks.
 
-    torch.cuda.device_count() is one: where NVML is missing (WSL, containers without NVIDIA's `utility` capability) it
-    asks CUDA, and a rank forked after that cannot use a GPU.
+    torch.cuda.device_count() is such a function: without NVML (WSL, containers without NVIDIA's `utility` capability)
+    it initializes CUDA, and a rank that is forked after that cannot use a GPU.
+
+    Args:
+        question: Function to call.
 
     Raises:
-        RuntimeError: The child ended by itself; its reason stands on stderr.
+        RuntimeError: The child process ended without an answer; its error is on stderr.
     """
     yes, no = 10, 11
     sys.stdout.flush()
@@ -318,9 +347,9 @@ def ask_in_child(question: Callable[[], bool]) -> bool:
 
 
 def print_whole_lines() -> None:
-    """Has a line that this process prints leave it in one piece, also under PYTHONUNBUFFERED.
+    """Sets stdout and stderr to write each line in one piece, also under PYTHONUNBUFFERED.
 
-    Ranks share a pipe: pieces of two lines would mix.
+    Ranks share a pipe, in which pieces of two lines would mix.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a test's capture need not be one
@@ -342,10 +371,11 @@ def _fork(place: P, entry: Callable[[P, list[str]], int], arguments: list[str]) 
 
 
 def exit_as(body: Callable[[], int]) -> NoReturn:
-    """Ends a forked process with the status that `body` returns, or, where it raises, with 1 and what it has raised.
+    """Runs a function in a forked process and ends the process, so that it never runs on into its parent's code.
 
     Args:
-        body: All that the process does: it must not run on into its parent's code, whatever happens.
+        body: Function whose return value is the exit status; if it raises, the traceback is printed and the status is
+            1.
     """
     status = 1
     try:
@@ -362,7 +392,7 @@ def exit_as(body: Callable[[], int]) -> NoReturn:
 
 
 def _load(module: str) -> ModuleType:
-    """Imports a module that is given by its name or by its file."""
+    """Imports a module by its full name, or by the path of its file, which ends in .py."""
     if not module.endswith(".py"):
         return importlib.import_module(module)
     spec = importlib.util.spec_from_file_location(Path(module).stem, module)
@@ -373,10 +403,10 @@ def _load(module: str) -> ModuleType:
 
 
 def main(argv: list[str]) -> int:
-    """Imports torch, then forks a process for each job until nobody can ask for one any more.
+    """Imports torch, then forks a process for each requested job, until the process that requests them has ended.
 
     Args:
-        argv: Descriptor of the socket on which jobs come.
+        argv: A list of one item, the descriptor of the socket on which jobs are requested.
     """
     gc.disable()
     for lazy in LAZY:
@@ -400,7 +430,12 @@ def main(argv: list[str]) -> int:
 
 
 def _give_handle(pid: int, descriptors: Sequence[int]) -> None:
-    """Gives who asked for a job the handle of its process; kills that one if nobody is there."""
+    """Sends the pidfd of a job's process to the process that requested the job; kills the job if that has ended.
+
+    Args:
+        pid: Process ID of the job's process.
+        descriptors: Descriptors that came with the request; all are closed here. The pidfd is sent on the first.
+    """
     handle = os.pidfd_open(pid)
     with socket.socket(fileno=descriptors[0]) as asking:
         try:
@@ -412,11 +447,12 @@ def _give_handle(pid: int, descriptors: Sequence[int]) -> None:
 
 
 def _serve_job(parent: int, descriptors: Sequence[int]) -> NoReturn:
-    """Imports the module of a job, then serves the nodes that ask for their ranks until it is killed.
+    """Imports the module of a job, then forks a process for each node that connects, until it is killed.
 
     Args:
-        parent: Process id of the warmed process.
-        descriptors: Of the socket on which the job comes, of the one on which its nodes connect, and its outputs.
+        parent: Process ID of the process that has imported torch.
+        descriptors: Descriptors of the socket on which the job's description comes, of the socket to which the nodes
+            connect, and of the job's stdout and stderr.
     """
     die_with_parent(parent)
     job, listening, *outputs = descriptors
@@ -444,20 +480,27 @@ def _serve_job(parent: int, descriptors: Sequence[int]) -> NoReturn:
 
 
 def _take(outputs: Sequence[int]) -> None:
-    """Makes descriptors that have come over a socket this process's stdout and stderr."""
+    """Makes two descriptors this process's stdout and stderr, and closes them."""
     for number, output in enumerate(outputs, start=1):
         os.dup2(output, number)
         os.close(output)
 
 
 def _become(environment: dict[str, str]) -> None:
-    """Sets, and does not read, the variables, as if this process had been started with them."""
+    """Replaces all environment variables of this process, as if it had been started with these."""
     os.environ.clear()  # noqa: TID251
     os.environ.update(environment)  # noqa: TID251
 
 
 def _serve(asking: socket.socket, parent: int, loaded: ModuleType | None, problem: str) -> int:
-    """Runs one node's ranks with the output and the environment of who asks, and tells it their status."""
+    """Runs one node's ranks with the output and environment of the program on the node, and sends it their status.
+
+    Args:
+        asking: Connection to the program (`_CLIENT`) on the node.
+        parent: Process ID of the job's process.
+        loaded: Module of the job; None if it could not be imported.
+        problem: Traceback to print if it could not.
+    """
     status = 1
     die_with_parent(parent)
     _, outputs, _, _ = socket.recv_fds(asking, 1, 2)
@@ -473,11 +516,11 @@ def _serve(asking: socket.socket, parent: int, loaded: ModuleType | None, proble
 
 
 def enter_namespaces(pid: int, names: Sequence[str]) -> None:
-    """Moves this process, which has one thread, into namespaces of another one.
+    """Moves this process, which must have one thread only, into namespaces of another process.
 
     Args:
-        pid: Of the other process.
-        names: As in /proc/PID/ns. In a PID namespace this process's next child is.
+        pid: Process ID of the other process.
+        names: Kinds of namespaces, as in /proc/PID/ns. A PID namespace holds for the children of this process only.
 
     Raises:
         OSError: The kernel refuses.
@@ -495,7 +538,16 @@ def enter_namespaces(pid: int, names: Sequence[str]) -> None:
 
 
 def _inside(asking: socket.socket, folder: str, loaded: ModuleType, words: list[str]) -> int:
-    """Forks the node's process inside the namespaces of who asks; kills it if that one has gone."""
+    """Forks a process in the namespaces of a node, which forks its ranks; returns their status.
+
+    The process is killed if the program on the node ends before.
+
+    Args:
+        asking: Connection to the program on the node.
+        folder: Working directory of the ranks.
+        loaded: Module of the job.
+        words: Number of ranks of each node (`2,2`), order, then the arguments of the ranks.
+    """
     pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     enter_namespaces(pid, _NAMESPACES)
     os.chdir(folder)
@@ -517,8 +569,8 @@ def _fork_node(loaded: ModuleType, words: list[str]) -> int:
     """Forks the ranks of the node that this process is on, and returns their status.
 
     Args:
-        loaded: Has `rank_main`.
-        words: Ranks of each node (`2,2`), order, then what the ranks are given.
+        loaded: Module of the job, with `rank_main`.
+        words: Number of ranks of each node (`2,2`), order, then the arguments of the ranks.
     """
     shape, order, *arguments = words
     nodes = tuple(int(word) for word in shape.split(","))

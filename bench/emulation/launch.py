@@ -1,4 +1,4 @@
-"""Ranks as processes: start them, pass their output on, wait, and leave none behind."""
+"""Start of ranks as processes, with their output and exit statuses; none is left behind."""
 
 import select
 import signal
@@ -17,15 +17,15 @@ from typing import Self
 from gradwire.bench.emulation.placement import Order, Placement, place_ranks, torchrun_environment
 
 TERMINATE_SECONDS = 5.0
-"""How long a rank may take to leave after SIGTERM before it is killed."""
+"""Seconds that a rank has to end after SIGTERM before it is killed."""
 
 RankLine = Callable[[int, str], None]
-"""Called with (rank, line without its newline) for every line that a rank prints, from a thread of its own."""
+"""Callback with (rank, line without its newline) for every line that a rank prints, from one thread for each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """How the ranks of a job ended."""
+    """Exit statuses and output of the ranks of a job."""
 
     returncodes: tuple[int, ...]
     """Exit statuses by rank, as subprocess gives them: -9 for a rank that SIGKILL ended."""
@@ -57,15 +57,15 @@ class JobOutcome:
 
 
 class Ranks:
-    """Running ranks; leaving the `with` block ends those that still run."""
+    """Processes of the ranks of a job; leaving the `with` block ends those that still run."""
 
     def __init__(self, argvs: Sequence[Sequence[str]], *, raw: bool = False, on_line: RankLine | None = None) -> None:
-        """Starts one process a rank, each a session of its own, so that a signal reaches its children too.
+        """Starts a process for each rank, each in its own session, so that signals reach its children too.
 
         Args:
-            argvs: The command line of each rank, by rank.
-            raw: Let the ranks write to this process's stdout and stderr themselves; nothing is collected then.
-            on_line: Called for every line printed; not with `raw`.
+            argvs: Command line of each rank, by rank.
+            raw: Whether the ranks write to this process's stdout and stderr themselves; no output is collected then.
+            on_line: Callback for every line printed; not called with `raw`.
         """
         self._started = time.monotonic()
         self._lines: list[list[str]] = [[] for _ in argvs]
@@ -108,15 +108,15 @@ class Ranks:
                     self._line_error = self._line_error or error
 
     def wait(self, timeout_seconds: float | None, grace_seconds: float, needed: Sequence[int] = ()) -> JobOutcome:
-        """Waits until every rank has ended, or ends them.
+        """Waits until every rank has ended, or ends those that run too long; returns their statuses and output.
 
         Args:
-            timeout_seconds: Longest time for the whole job; None for no limit.
-            grace_seconds: How long the others may go on after the first rank failed, to print what they saw.
-            needed: Processes of this one's without which the ranks are ended at once.
+            timeout_seconds: Time limit of the whole job since its start; None for no limit.
+            grace_seconds: Seconds for which the others may go on after the first rank failed, to print their errors.
+            needed: Process IDs of children of this process; if one of them ends, all ranks are ended at once.
 
         Raises:
-            Exception: The first that `on_line` has raised, when all ranks have ended.
+            Exception: The first exception that `on_line` raised, once all ranks have ended.
         """
         limit = float("inf") if timeout_seconds is None else self._started + timeout_seconds
         deadline = limit
@@ -142,7 +142,7 @@ class Ranks:
         )
 
     def _running(self) -> list[int]:
-        """The ranks that still run; remembers the first one seen to have failed."""
+        """Returns the ranks that still run, and records the first one that is seen to have failed."""
         running = []
         for rank, process in enumerate(self._processes):
             returncode = process.poll()
@@ -187,7 +187,7 @@ class Ranks:
             killpg(self._processes[rank].pid, number)
 
     def __enter__(self) -> Self:
-        """Returns itself."""
+        """Returns the ranks themselves, for `with`."""
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -196,14 +196,18 @@ class Ranks:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child has ended; it stays for its own parent's `wait`."""
+    """Returns whether a child of this process has ended, without reaping it.
+
+    Args:
+        pid: Process ID of the child.
+    """
     # Source: waitid(2): with WNOHANG and nothing to report it returns no result.
     return waitid(P_PID, pid, WEXITED | WNOHANG | WNOWAIT) is not None
 
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A TCP port of this host that is given to nobody else meanwhile, and that a rank's store can listen on.
+    """Reserves a TCP port of this host inside the block, on which a rank's store can listen; yields its number.
 
     Source: socket(7): with SO_REUSEADDR, as torch's TCPStore sets it, two sockets may be bound to a port as long as
     none of them listens; ip(7): a bound port is chosen neither for a connection nor for who asks for any.
@@ -227,13 +231,17 @@ def run_logical(
     """Runs a command as every rank on this machine, with torchrun's variables and a node's name for gradwire.
 
     Args:
-        nodes: Ranks of each node; GRADWIRE_HOSTNAME says which ranks share one.
+        nodes: Number of ranks of each node; GRADWIRE_HOSTNAME tells gradwire which ranks share one.
         command: Program and arguments.
-        order: How the ranks are dealt over the nodes.
-        timeout_seconds: Longest time for the whole; None for no limit.
-        grace_seconds: How long the other ranks may go on after one has failed.
-        environment: Variables to set besides; they win. A function is called with each rank's placement.
-        on_line: Called with (rank, line) for every line printed.
+        order: Order in which ranks are assigned to nodes.
+        timeout_seconds: Time limit of the whole job; None for no limit.
+        grace_seconds: Seconds for which the other ranks may go on after one has failed.
+        environment: Environment variables to set, which replace the others; or a function that returns them for a
+            rank's placement.
+        on_line: Callback with (rank, line) for every line printed.
+
+    Returns:
+        Exit statuses and output of the ranks; a failed rank raises no exception here, but in `JobOutcome.check`.
     """
     placements = place_ranks(nodes, order)
     with held_port() as port:
@@ -259,7 +267,7 @@ def python_module(name: str, *arguments: str) -> list[str]:
     """Returns the command line that runs a module under this interpreter.
 
     Args:
-        name: Of the module.
-        arguments: What follows it.
+        name: Full name of the module.
+        arguments: Arguments of the module.
     """
     return [str(Path(sys.executable)), "-m", name, *arguments]
