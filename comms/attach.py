@@ -41,9 +41,9 @@ def attach(
         model: A DistributedDataParallel, or what `accelerator.prepare`, Lightning's `fabric.setup` or `torch.compile`
             have made of one; a Transformers Trainer's `trainer.model_wrapped`, a Lightning Trainer's
             `trainer.strategy.model`.
-        config: As for `HookState`.
-        extra_state: As for `HookState`.
-        on_membership_change: As for `HookState`.
+        config: The configuration; None reads `options` and the environment.
+        extra_state: Objects whose state a process that joins an elastic job receives; see `HookState`.
+        on_membership_change: Called after ranks have left or joined an elastic job; see `HookState`.
         **options: Fields of `Config` by name; they win over the environment.
 
     Returns:

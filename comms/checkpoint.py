@@ -472,7 +472,7 @@ def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -
     flushed.
 
     Args:
-        place: As for `rank_file`.
+        place: Prefix of the files' paths; see `rank_file`.
         load: Reads a file; raises FileNotFoundError if there is none.
 
     Returns:

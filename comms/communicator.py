@@ -294,9 +294,9 @@ class Communicator:
 
         Args:
             all_reduce: The tensors and their buckets.
-            scale: As for the method `all_reduce`.
+            scale: Factor on every rank's contribution; 1 for integers.
             after: Factor on the sum; 1 for integers.
-            flush: As for the method `all_reduce`.
+            flush: True sends uncompressed, with the compressor's residuals added.
             hold: Whether its last phases may wait for the next all-reduce or `release`, which on CUDA keeps the links
                 between the nodes busy.
 
@@ -371,7 +371,7 @@ class Communicator:
         """Runs a given plan on a tensor, for measurements.
 
         Args:
-            flat: As for `all_reduce`; its content afterwards depends on the plan.
+            flat: 1-D, contiguous, on this communicator's device; its content afterwards depends on the plan.
             plan: Plan, the same on all ranks.
         """
         _check(flat, 1.0, self.device)
@@ -541,7 +541,7 @@ class Communicator:
         """Tells the communicator that the compressor's state was replaced; all ranks call it, between two steps.
 
         Args:
-            alike: Whether the state was saved with the placement of now; the same on all ranks.
+            alike: True if the state was saved with the placement that ranks have now; the same on all ranks.
         """
         self._held = _state_layouts(self.compressor, loaded=True, alike=alike)
         # The boundaries of shards may be part of the compressor's state.
@@ -743,8 +743,8 @@ def _state_layouts(compressor: Compressor | None, *, loaded: bool, alike: bool =
 
     Args:
         compressor: The compressor.
-        loaded: As for `StateLayouts`.
-        alike: As for `StateLayouts`.
+        loaded: True if its state was loaded or comes from other ranks.
+        alike: True if that state was saved with the placement that ranks have now.
     """
     if compressor is None:
         return None

@@ -139,7 +139,7 @@ class Compression:
 
         Args:
             finite: Whether all averages of the step are finite.
-            transfers: As for `end_step`.
+            transfers: Layout of each all-reduce of the step, in the order in which they were started.
         """
         self._last_transfers = list(transfers)
         self._end_step(finite, transfers)
@@ -155,7 +155,7 @@ class Compression:
 
         Args:
             extremes: 0-dim tensors on the device, all finite if and only if the step's averages are.
-            transfers: As for `end_step`.
+            transfers: Layout of each all-reduce of the step, in the order in which they were started.
         """
         self.settle()
         self._last_transfers = list(transfers)
@@ -175,7 +175,7 @@ class Compression:
 
         Args:
             finite: Whether all averages of the step are finite; on CUDA a 0-dim bool tensor on the device.
-            transfers: As for `end_step`.
+            transfers: Layout of each all-reduce of the step, in the order in which they were started.
         """
         planned(self.compressor).travelled(transfers, finite, self.left_alone)
         self.left_alone = ()
@@ -198,7 +198,10 @@ class Compression:
         return self._dirty
 
     def state_dict(self) -> StateDict:
-        """Returns the state of this rank for a checkpoint; includes loaded transfers until a step has replaced them."""
+        """Returns the state of this rank for a checkpoint: of the compressor, the loss scale and the last transfers.
+
+        After a load, these are the loaded transfers until a step has replaced them.
+        """
         self.settle()
         transfers = to_rows(self._last_transfers) if self._saved_transfers is None else self._saved_transfers.clone()
         own: StateDict = {

@@ -9,7 +9,7 @@ class PeerError(RuntimeError):
         missing: Ranks of the group that did not come; empty after an abort.
 
     Attributes:
-        missing: As in Args.
+        missing: Ranks of the group that did not come; empty after an abort.
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:

@@ -102,7 +102,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         on_membership_change: "OnMembershipChange | None" = None,
         **options: object,
     ) -> Self:
-        """Creates the subclass that the options ask for, as `pathlib.Path` does."""
+        """Creates an instance of the subclass that the options ask for, as `pathlib.Path` does."""
         found = Config.given(config, options)
         self = super().__new__(state_class(cls, found) if cls is HookState else cls)
         self.config = found
@@ -268,7 +268,16 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return self._send(connection, arrived)
 
     def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, connection: GradientSession) -> FutureTensor:
-        """Averages gradients of nn.Embedding(sparse=True), which have buckets of their own and are never compressed."""
+        """Averages gradients of nn.Embedding(sparse=True), which have buckets of their own and are never compressed.
+
+        Args:
+            bucket: Bucket from DDP.
+            sparse: Its gradients, in layout torch.sparse_coo.
+            connection: The connected ranks.
+
+        Returns:
+            Future of the averages.
+        """
         named, contents = self.names.known(bucket.parameters()), connection.observer.contents
         index = next(
             (index for index, (_, names) in contents.items() if index < 0 and names == named), -1 - len(contents)
@@ -285,7 +294,15 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return arrived.result()
 
     def _send(self, connection: GradientSession, arrived: Bucket) -> FutureTensor:
-        """Starts the all-reduces that are due now that a bucket has arrived; returns the bucket's future."""
+        """Starts the all-reduces that are due now that a bucket has arrived.
+
+        Args:
+            connection: The connected ranks.
+            arrived: The bucket that has arrived.
+
+        Returns:
+            Future of the bucket's averages.
+        """
         self._launch(connection, connection.grouping.add(arrived))
         return arrived.result()
 

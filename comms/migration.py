@@ -101,8 +101,8 @@ class StateLayouts:
             that payloads are decoded with.
 
     Attributes:
-        dtypes: As in Args.
-        alike: As in Args.
+        dtypes: Dtypes of buckets that have state.
+        alike: True if the state was saved with the placement that ranks have now.
         settled: Layouts whose state is with its owners.
         asks: After `has_moved` has returned True: whether the ranks of the node shall ask each other before they move
             the state; see `ask` of `migrate`.

@@ -73,7 +73,7 @@ class Resume:
         fusion: Grouping of all other steps; ends its step with this one.
 
     Attributes:
-        rows: As in Args.
+        rows: Saved all-reduces, in the encoding of `to_rows`.
     """
 
     def __init__(self, rows: Tensor, fusion: Fusion) -> None:

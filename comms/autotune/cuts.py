@@ -93,7 +93,7 @@ class CutFinder:
         self.plan = next(self._program)
 
     def step_ended(self, seen: StepSeen) -> FusionPlan:
-        """Takes in what was seen of a step, and returns the fusion plan of the next; every rank calls it after each.
+        """Records a step, and returns the fusion plan of the next one; every rank calls it after each step.
 
         Args:
             seen: Bucket sizes and arrivals of the step that has ended, on this rank.
@@ -105,7 +105,7 @@ class CutFinder:
         return self.plan
 
     def _run(self) -> Program:
-        """Runs the search, one step for each `send`; when it is over, it yields the same plan for ever."""
+        """Runs the search as a coroutine, see `Program`; once the cuts are found, it yields the same plan for ever."""
         sizes = yield from self._settle()
         plan = self._agreed(lambda: self._known) if self._keeps else None
         if plan is None:
@@ -118,7 +118,7 @@ class CutFinder:
             yield plan
 
     def _settle(self) -> Generator[FusionPlan, StepSeen, tuple[int, ...]]:
-        """Waits until `SETTLED_STEPS` steps in a row had the buckets of the step before; returns their sizes."""
+        """Waits until the sizes of the buckets have not changed for `SETTLED_STEPS` steps; returns them, in bytes."""
         sizes: tuple[int, ...] = ()
         same = 0
         while same < SETTLED_STEPS:

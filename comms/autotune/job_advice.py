@@ -158,7 +158,8 @@ def advise_job(
 def _never_slower(advice: Advice, running: Running, observed: Observed, optimizer: str) -> Advice:
     """Returns the advice, or one to change nothing if the recommendation is predicted to be slower than what runs.
 
-    The recommended one may be slower than the best by `WORTHWHILE`, so then the best saves less than that as well.
+    A recommendation may be slower than the fastest candidate by `WORTHWHILE`, a share of the step. So if it is slower
+    than what runs, even the fastest candidate would save less than that.
 
     Args:
         advice: Advice that does not take into account what runs.

@@ -30,8 +30,8 @@ class _Call:
         outputs: Tensors that are filled.
 
     Attributes:
-        run: As in Args.
-        outputs: As in Args.
+        run: Carries the collective out.
+        outputs: Tensors that are filled.
         done: Future of the filled outputs or, as its value, of the exception that the collective raised.
     """
 

@@ -71,10 +71,10 @@ class FutureWork(dist.Work):
         """Blocks the host until the collective is done, also on CUDA.
 
         Args:
-            timeout: As for `wait`. On CUDA it does not limit the wait for the device.
+            timeout: Longest wait, as for `wait`; on CUDA it does not limit the wait for the device.
 
         Raises:
-            RuntimeError: As for `wait`.
+            RuntimeError: The collective failed, or is not done in time.
         """
         self.wait(timeout)
         if self._passed is not None:
@@ -102,7 +102,7 @@ class FutureWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """See `synchronize`."""
+        """Makes the current CUDA stream wait for the collective; on the CPU, waits for it."""
         self.wait()
 
     def _done_within(self, timeout: timedelta) -> bool:
@@ -182,7 +182,7 @@ class WatchedWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """See `synchronize`."""
+        """Does what `wait` does: the tensors are on the CPU."""
         self.wait()
 
     def _source_rank(self) -> int:

@@ -210,7 +210,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _refuse(value: object, place: str, wanted: str) -> NoReturn:
-    """Raises the `MessageError` for a value at a place of a message, with what was wanted there."""
+    """Raises a `MessageError` that names a value, its place in the message, and what was wanted there."""
     raise MessageError(f"a message is not as expected: {place} is {repr(value)[:60]}; wanted {wanted}")
 
 
@@ -387,7 +387,7 @@ def _mapping(parts: Sequence[Any], finite: bool) -> _Check:
 
 
 def _made_into(made: Callable[[Any], Any], check: _Check) -> _Check:
-    """Returns a check that passes what another check returns to `made`."""
+    """Returns a check that calls another check, and makes its result into another type by `made`."""
     return lambda value, place: made(check(value, place))
 
 

@@ -40,8 +40,8 @@ def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
 def _link_seconds(cluster: Cluster, level: int, plan: Plan) -> float:
     """Returns the predicted seconds for which a plan keeps the slowest link of a level busy.
 
-    Latency does not count: it is the bytes that the plan sends over the link, at the time that the cost model gives
-    for each byte.
+    This is the number of bytes that the plan sends over the link times the seconds for each byte of the cost model,
+    without latency.
 
     Args:
         cluster: Placement of the ranks, with link rates.
