@@ -356,11 +356,11 @@ class Compressor(Protocol):
 
         Args:
             shard: 1-D contiguous float32, changed in place.
-            layout: Which parameter lies where in it.
+            layout: Places of the parameters in `shard`.
             group: The ranks to sum over, and this rank among them.
 
         Yields:
-            A collective, or several that may be under way together.
+            A collective, or several that may be in flight together.
 
         Raises:
             TypeError: `shard` is complex or of an integer dtype.
@@ -396,7 +396,7 @@ class Compressor(Protocol):
 
         Args:
             shard: 1-D float32, changed in place.
-            layout: Which parameter lies where in it.
+            layout: Places of the parameters in `shard`.
         """
 
     def state_runs(self) -> Iterator[StateRun]:

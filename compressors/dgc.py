@@ -190,7 +190,11 @@ class DGC(Stateful):
         return torch.where((norms > limit) & (norms < math.inf), clipped, 1.0).float()
 
     def _select(self, shard: Tensor, layout: Layout, group_size: int) -> tuple[Tensor, Tensor]:
-        """Updates the staged state; returns the selected places within the shard (int32) and their totals."""
+        """Updates the staged state, and moves the largest totals out of it.
+
+        Returns:
+            (k) int32, the places of the selected elements in the shard, ascending; and (k) float32, their totals.
+        """
         state = self._state(layout, shard.device)
         runs = [DgcRun(item.start, item.numel, self._count(item)) for item in layout.slices]
         indices = torch.empty(sum(run.count for run in runs), dtype=torch.int32, device=shard.device)

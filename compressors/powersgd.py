@@ -253,6 +253,7 @@ class PowerSGD(Stateful):
         self._drawn.clear()
 
     def _checks(self, key: str, value: StateValue) -> bool:
+        """See `Stateful._checks`: True for a factor Q, refused if its rank is larger than `rank`."""
         if not key.startswith("factor/"):
             return False
         if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype != torch.float32:

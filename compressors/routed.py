@@ -154,7 +154,7 @@ class Routed(Planned):
         return [(compressor, selection.layout) for compressor, selection in self._split(layout)]
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
-        """See `Compressor.all_reduce`: the collectives of all compressors are under way together."""
+        """See `Compressor.all_reduce`: the collectives of all compressors are in flight together."""
         if layout not in self._known:
             check_gradient(shard)
         split = self._split(layout)

@@ -288,6 +288,7 @@ class ShardLinks:
         return LoadedRows(lambda rows: LoadConsistencyCheck(communicator, rows, consensus, like))
 
     def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Communicator:
+        """Connects the ranks of a group on a CPU; all of them call it at the same point."""
         return Communicator(
             store_of(group),
             group.rank(),

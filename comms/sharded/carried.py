@@ -66,7 +66,7 @@ class ShardResidual:
         """True if the residual may be non-zero; the same on all ranks."""
 
     def check(self, rows: Tensor | None) -> None:
-        """Refuse a saved residual of another model, or a damaged one.
+        """Refuses a saved residual of another model, or a damaged one.
 
         Raises:
             ValueError: Wrong shape or dtype, or values that are not finite.
@@ -81,16 +81,16 @@ class ShardResidual:
         refuse_not_finite({RESIDUAL: rows} if rows is not None else {})
 
     def restore(self, rows: Tensor | None) -> None:
-        """Replace the residual by a saved one that `check` has accepted; None starts from zero."""
+        """Replaces the residual by a saved one that `check` has accepted; None starts from zero."""
         self.rows = None if rows is None else rows.clone()
         self.holds = rows is not None
 
     def describe(self) -> str:
-        """Return the number of sums, which all ranks must have loaded equal."""
+        """Returns the number of sums, which all ranks must have loaded equal."""
         return str(self.sums)
 
     def take(self, present: Sequence[NamedShard], device: torch.device) -> list[Tensor]:
-        """Return the residuals to add to the rows of the next encoding.
+        """Returns the residuals to add to the rows of the next encoding.
 
         Args:
             present: Parameters that have a gradient, in the order of the row.
@@ -127,7 +127,7 @@ class ShardResidual:
             self.rows = rows.mul_(factor)
 
     def _places(self, present: Sequence[NamedShard]) -> list[tuple[int, int]] | None:
-        """Return the runs of the residual that belong to `present`, in its order; None for the whole residual."""
+        """Returns the runs of the residual that belong to `present`, in its order; None for the whole residual."""
         if list(present) == list(self._shards):
             return None
         places, start = {}, 0
@@ -172,11 +172,11 @@ class SentRows:
         _refuse_other_dtype(rows)
 
     def restore(self, rows: Tensor | None) -> None:
-        """Replace the rows by saved ones that `check` has accepted; None makes the next all-gather exact."""
+        """Replaces the rows by saved ones that `check` has accepted; None makes the next all-gather exact."""
         self.rows = None if rows is None else rows.clone()
 
     def describe(self) -> str:
-        """Return a short digest of the rows, to compare them between ranks."""
+        """Returns a short digest of the rows, to compare them between ranks."""
         if self.rows is None:
             return "not there"
         return hashlib.sha256(self.rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
@@ -206,14 +206,14 @@ class LoadedRows:
         self._alike = None if alike is None else alike(self)
 
     def add(self, param_group: str, rows: ShardResidual | SentRows) -> None:
-        """Add the state of a parameter group, which is saved under a key that ends with `param_group`."""
+        """Adds the state of a parameter group, which is saved under a key that ends with `param_group`."""
         self._rows[rows.key + param_group] = rows
 
     def note(self) -> None:
-        """Record that a state was loaded, and what it holds."""
+        """Records that a state was loaded, and what it holds."""
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._rows.items()}
 
     def compare(self) -> None:
-        """Compare with the other ranks; see `LoadConsistencyCheck.compare`."""
+        """Compares with the other ranks; see `LoadConsistencyCheck.compare`."""
         if self._alike is not None:
             self._alike.compare()

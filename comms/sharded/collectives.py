@@ -70,7 +70,7 @@ Count = Callable[[int, float], None]
 
 
 def codec_of(choice: str, key: int | None) -> FusedCodec:
-    """Make the codec of a format.
+    """Makes the codec of a format.
 
     Args:
         choice: "bf16", "int8", "int4" or "waterfill4".
@@ -98,7 +98,7 @@ class Rounding:
     calls: int = 0
 
     def next_key(self) -> int:
-        """Return the key of the next reduce-scatter."""
+        """Returns the key of the next reduce-scatter."""
         self.calls += 1
         return mix_key(self.seed, self.calls, self.rank)
 
@@ -107,7 +107,7 @@ class Allocating:
     """Base of the objects that FSDP2 calls for a collective: allocates their tensors."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an input or output tensor."""
+        """Allocates an input or output tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -217,7 +217,7 @@ class GradientReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Write the sum, or the average, of this rank's row over all ranks to `output_tensor`.
+        """Writes the sum, or the average, of this rank's row over all ranks to `output_tensor`.
 
         Args:
             output_tensor: (numel of a row), floating.
@@ -348,7 +348,7 @@ class GradientReduceScatter(ReduceScatter):
 
 
 def divisor_of(op: object, size: int, param_group: ShardedParamGroup) -> float:
-    """Return the divisor that turns a sum into what `op` asks for.
+    """Returns the divisor that turns a sum into what `op` asks for.
 
     Args:
         op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
@@ -394,7 +394,7 @@ class EncodedAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> object:
-        """Fill `output_tensor` with the decoded rows of all ranks.
+        """Fills `output_tensor` with the decoded rows of all ranks.
 
         Args:
             output_tensor: (ranks * numel of a row), floating.

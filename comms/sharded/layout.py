@@ -64,11 +64,11 @@ class ShardNames:
                 self.shards[id(one)] = NamedShard(name, one.shape, one.shard_shape, one.padded_numel)
 
     def of(self, parameters: Sequence[ShardedParameter]) -> list[NamedShard]:
-        """Return the shards of some parameters, in their order."""
+        """Returns the shards of some parameters, in their order."""
         return [self.shards[id(one)] for one in parameters]
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return names and sharded tensors of all parameters, as an optimizer gets them.
+        """Returns names and sharded tensors of all parameters, as an optimizer gets them.
 
         The shape of a sharded tensor is that of the whole parameter, so decisions by shape are the same on all ranks.
         """
@@ -79,7 +79,7 @@ class ShardNames:
         ]
 
     def numels(self) -> dict[str, int]:
-        """Return the number of elements of each shard on this rank, and of its padding, by name."""
+        """Returns the number of elements of each shard on this rank, and of its padding, by name."""
         found: dict[str, int] = {}
         for shard in self.shards.values():
             numel = math.prod(shard.shard_shape)
@@ -87,7 +87,7 @@ class ShardNames:
         return {name: numel for name, numel in found.items() if numel}
 
     def layout(self, parameters: Sequence[ShardedParameter]) -> Layout:
-        """Return the layout of this rank's row with the gradients of some parameters."""
+        """Returns the layout of this rank's row with the gradients of some parameters."""
         key = tuple(map(id, parameters))
         if key not in self._layouts:
             self._layouts[key] = layout_of(self.of(parameters))
@@ -95,7 +95,7 @@ class ShardNames:
 
 
 def layout_of(shards: Sequence[NamedShard]) -> Layout:
-    """Return the layout of concatenated shards, each followed by its padding."""
+    """Returns the layout of concatenated shards, each followed by its padding."""
     slices: list[Slice] = []
     start = 0
     for shard in shards:

@@ -51,7 +51,7 @@ class TorchGroups:
         return issuer
 
     def close(self) -> None:
-        """Stop ordering launches on these groups."""
+        """Stops ordering launches on these groups."""
         for issuer in filter(None, self._issuers.values()):
             devices.leave(issuer)
 
@@ -69,7 +69,7 @@ class OrderedCollective:
         self._groups = groups
 
     def allocate(self, *arguments: Any, **options: Any) -> Any:
-        """Allocate an input or output tensor, as FSDP2's object does."""
+        """Allocates an input or output tensor, as FSDP2's object does."""
         return self._exact.allocate(*arguments, **options)  # type: ignore[attr-defined]
 
     def __call__(

@@ -179,7 +179,7 @@ class ShardedParamGroup:
 
     Attributes:
         module: See above.
-        parameters: Its parameters, in the order of their shards in a gathered row.
+        parameters: Parameters of the group, in the order of their shards in a gathered row.
         present: Parameters whose gradients the current reduction includes, in their order in the row; see
             `note_present`.
     """

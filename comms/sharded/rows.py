@@ -17,7 +17,7 @@ ALIGN_NBYTES = 16
 
 
 def payload_nbytes(codec: FusedCodec, runs: RowRuns, dtype: torch.dtype) -> int:
-    """Return the size of a row's payload in bytes.
+    """Returns the size of a row's payload in bytes.
 
     Args:
         codec: Codec of the compressed runs.
@@ -36,7 +36,7 @@ def encode_row(
     residual: Tensor | None = None,
     sent: Tensor | None = None,
 ) -> None:
-    """Encode a row into a payload.
+    """Encodes a row into a payload.
 
     Args:
         codec: Codec of the compressed runs.
@@ -64,7 +64,7 @@ def encode_row(
 
 
 def decode_rows(codec: FusedCodec, runs: RowRuns, payloads: Tensor, dtype: torch.dtype, own: Tensor | None) -> Tensor:
-    """Decode the payloads that several ranks sent of one row, and return their sum.
+    """Decodes the payloads that several ranks sent of one row, and returns their sum.
 
     Args:
         codec: Codec of the compressed runs.
@@ -93,7 +93,7 @@ def decode_rows(codec: FusedCodec, runs: RowRuns, payloads: Tensor, dtype: torch
 
 
 def add_payload(codec: FusedCodec, runs: RowRuns, payload: Tensor, dtype: torch.dtype, sent: Tensor) -> None:
-    """Update a receiver's copy of a row with a payload of differences.
+    """Updates a receiver's copy of a row with a payload of differences.
 
     Args:
         codec: Codec of the compressed runs.
@@ -123,7 +123,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def gather_runs(row: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the elements of the runs (start, stop) of `row`, concatenated; a view if there is at most one run."""
+    """Returns the elements of the runs (start, stop) of `row`, concatenated; a view if there is at most one run."""
     if not runs:
         return row[:0]
     if len(runs) == 1:
@@ -132,7 +132,7 @@ def gather_runs(row: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def scatter_runs(part: Tensor, row: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-    """Write the concatenated elements `part` to the runs (start, stop) of `row`; the inverse of `gather_runs`."""
+    """Writes the concatenated elements `part` to the runs (start, stop) of `row`; the inverse of `gather_runs`."""
     at = 0
     for start, stop in runs:
         row[start:stop] = part[at : at + stop - start]

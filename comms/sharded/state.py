@@ -78,7 +78,7 @@ class ShardTraffic:
         rounding: Keys of random rounding, saved with the state; None if no collective is compressed.
         described: One line for a report, about formats and placement; empty if there are no collectives of gradwire.
         overlap: The reduce-scatters in flight on a CPU; None on CUDA.
-        nodes: Which ranks of each group are on one node, as text; empty if no state depends on it.
+        nodes: Placement of the ranks as text, see `ShardLinks.nodes`; empty if no state depends on it.
         torchs: Orders launches on torch's groups with gradwire's on CUDA; None on a CPU, or if only torch launches.
         carried: State that compressed collectives carry from step to step, by kind and number of parameter group.
         rows: Descriptions of the parts of `carried` that this rank loaded, one for each group and kind.
@@ -173,7 +173,7 @@ class FsdpState(GradientState[AveragingSession]):
 
         Args:
             model: The sharded model.
-            shards: Its collectives and their state.
+            shards: Collectives between those ranks, and their state.
         """
         self._shards = shards
         if shards.overlap is not None:
@@ -235,7 +235,7 @@ class FsdpState(GradientState[AveragingSession]):
 
     @property
     def dirty(self) -> bool:
-        """Whether residuals are pending, so that the state fits these ranks only; the same on all ranks."""
+        """True if residuals are pending, so that the state fits these ranks only; the same on all ranks."""
         return super().dirty or any(each.holds for each in self._shards.residuals)
 
     def _starts_anew(self) -> str:
@@ -439,7 +439,7 @@ class FsdpState(GradientState[AveragingSession]):
 
         Args:
             param_group: The parameter group of the row.
-            present: Its parameters with a gradient.
+            present: Parameters of the group with a gradient in this micro-batch.
             flat: 1-D row; becomes the sum at the last micro-batch of the step, zero at all others.
 
         Returns:

@@ -138,7 +138,7 @@ def register_kernels(device_type: str, kernels: Kernels) -> None:
     """Uses `kernels` for tensors on `device_type` from now on.
 
     Args:
-        device_type: As `torch.device.type`: "cpu", "cuda", ...
+        device_type: Type of the devices, as in `torch.device.type`: "cpu", "cuda", ...
         kernels: A module or an object with the functions of `Kernels`.
     """
     KERNELS_ON[device_type] = kernels

@@ -37,7 +37,7 @@ def run_requests(requests: Iterator[Request], peers: Peers) -> None:
     """Carries out the collectives that a compressor's generator yields, one request after the other.
 
     Args:
-        requests: What `Compressor.all_reduce` or `two_stage` returned.
+        requests: Generator from `Compressor.all_reduce` or `two_stage`.
         peers: The ranks; all of them call this with generators of the same collectives.
     """
     for request in requests:

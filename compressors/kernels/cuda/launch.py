@@ -36,7 +36,7 @@ def blocks_for(device: torch.device, threads: int, most: int = _MOST_CTAS) -> in
     """Returns how many CTAs to start for this many threads, up to a limit; above it, the kernel's loop does the rest.
 
     Args:
-        device: Where the kernel runs.
+        device: CUDA device on which the kernel runs.
         threads: Number of threads, one for each independent piece of the work.
         most: Maximum number of CTAs for each multiprocessor.
     """
@@ -114,7 +114,7 @@ def launch(
     Args:
         file: The .cu file's name, without its suffix.
         kernel: Name of the kernel.
-        device: Where the tensors lie.
+        device: CUDA device of the tensors.
         blocks: CTAs to start; 0 starts nothing.
         arguments: In the kernel's own order and types.
         threads: Threads of each CTA.
@@ -152,6 +152,7 @@ def scratch(device: torch.device, nbytes: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _uploaded(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """See `upload`; cached for each stream, because only work on that stream is ordered behind the copy."""
     table = torch.tensor(words, dtype=torch.int64, device="cpu")
     if device.type != "cuda":
         return table
