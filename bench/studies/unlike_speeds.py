@@ -39,26 +39,26 @@ SETTLED = 2
 """Turns that are not counted: speeds are measured in them."""
 
 BATCH_SIZE = 56
-"""Of all ranks together."""
+"""Number of samples of a step, on all ranks together."""
 
 QUOTA, REST = "quota", "rest"
 SHARE = 0.3
-"""Of a processor that a fast rank's quota is."""
+"""Fraction of a processor that is a fast rank's quota."""
 PERIOD_MICROSECONDS = 20_000
-"""Of a quota: short, as a step is to be many of them."""
+"""Period of a quota in microseconds: short, because a step should last many of them."""
 WEIGHT = 100
-"""Of a cgroup, against one of any other job: it is to have its quota when it wants it."""
+"""Weight of the cgroup relative to other jobs, high so that its processes get their quota at any time."""
 
 
 class Quota:
-    """A cgroup whose processes get a share of one processor.
+    """Makes a cgroup whose processes get a fraction of one processor.
 
     Args:
-        name: Of the cgroup.
-        share: Of a processor.
+        name: Name of the cgroup.
+        share: Fraction of a processor.
 
     Raises:
-        OSError: This user, or this kernel, gives out no quotas.
+        OSError: The user lacks the right to make cgroups, or the kernel has no quotas.
     """
 
     def __init__(self, name: str, share: float) -> None:
@@ -80,29 +80,29 @@ class Quota:
             raise
 
     def enter(self) -> None:
-        """Puts this process in."""
+        """Moves this process into the cgroup."""
         (self._folder / "cgroup.procs").write_text(f"{os.getpid()}")
 
     def remove(self) -> None:
-        """Removes the cgroup, whose processes have ended."""
+        """Removes the cgroup; its processes have to have ended."""
         self._folder.rmdir()
 
 
 def spin(seconds: float) -> None:
-    """Computes until this thread has had so much processor time."""
+    """Computes until this thread has used a number of seconds of processor time."""
     until, matrix = time.thread_time() + seconds, torch.ones(96, 96)
     while time.thread_time() < until:
         matrix @ matrix
 
 
 class DealtTraining:
-    """One way of dealing, on one rank.
+    """Trains a small model on one rank with one way of dividing the samples among ranks.
 
     Args:
-        way: One of `WAYS`.
-        dataset: Of all ranks.
-        cost: Seconds that a sample costs on this rank.
-        spend: Spends seconds.
+        way: Way of dividing the samples, one of `WAYS`.
+        dataset: Samples of all ranks.
+        cost: Seconds that a sample takes on this rank.
+        spend: Function that spends a number of seconds, by computing or by sleeping.
     """
 
     def __init__(self, way: str, dataset: TensorDataset, cost: float, spend: Callable[[float], None]) -> None:
@@ -127,7 +127,7 @@ class DealtTraining:
             epoch += 1
 
     def step(self) -> tuple[float, float, int]:
-        """Seconds, the loss summed over this rank's samples, and how many those are."""
+        """Takes a step; returns (its seconds, loss summed over this rank's samples, number of these samples)."""
         inputs, labels = next(self._batches)
         began = time.perf_counter()
         self.state.samples = len(labels)
@@ -140,7 +140,14 @@ class DealtTraining:
 
 
 def rank_main(rank: int, folder: str, options: argparse.Namespace, quota: Quota | None) -> None:
-    """One rank; writes what it has seen."""
+    """Runs one rank: trains each way in turns, and writes its steps and shares to a JSON file.
+
+    Args:
+        rank: Number of this rank.
+        folder: Folder for the ranks' store and files.
+        options: Parsed options of the command line.
+        quota: Quota that this rank enters before the steps; None sleeps instead of computing.
+    """
     torch.set_num_threads(1)
     place = f"file://{Path(folder, 'store')}"
     dist.init_process_group("gloo", place, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
@@ -167,7 +174,12 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace, quota: Quota 
 
 
 def result(folder: str, slow_by: str) -> dict[str, object]:
-    """Medians of the turns that count, and how far the losses of a step are apart."""
+    """Returns the medians of the turns that count, and the largest relative difference of two ways' losses.
+
+    Args:
+        folder: Folder with the ranks' files.
+        slow_by: Way in which the slow rank was slowed, for the record.
+    """
     ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
     seconds = {
         way: [statistics.median(step[0] for step in turn[1:]) for turn in ranks[0]["steps"][way][SETTLED:]]
@@ -196,7 +208,7 @@ def result(folder: str, slow_by: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """Runs the ranks, and prints what they have found."""
+    """Runs the ranks, and prints the result as JSON."""
     parser = argparse.ArgumentParser(description="One of four ranks at half speed.")
     parser.add_argument("--slow-by", choices=(QUOTA, REST), default=QUOTA)
     parser.add_argument(

@@ -34,7 +34,7 @@ def data_folder(cache: Path = CACHE) -> Path:
     """Returns the folder of the four IDX files; fetches and unpacks the package where it is not there yet.
 
     Args:
-        cache: Where to unpack it to.
+        cache: Folder that the package is unpacked into.
 
     Raises:
         RuntimeError: There is no apt here, or it cannot fetch the package; the message says what to do instead.
@@ -70,7 +70,7 @@ def read_idx(file: Path) -> torch.Tensor:
     """Returns the tensor of a gzipped IDX file of bytes: uint8.
 
     Raises:
-        ValueError: The file is none.
+        ValueError: The file is no IDX file of bytes.
 
     Source: LeCun, Cortes, Burges, The MNIST database, section "File formats": two zero bytes, the type (8: unsigned
         byte), the number of dimensions, each length as a big-endian 32-bit integer, the data.
@@ -88,7 +88,7 @@ def load_images(part: str, folder: Path | None = None) -> tuple[torch.Tensor, to
 
     Args:
         part: `train` (60,000) or `t10k` (10,000).
-        folder: Of the files; fetched by default.
+        folder: Folder with the files; None fetches them if necessary.
 
     Source: Xiao, Rasul, Vollgraf, Fashion-MNIST, 2017.
     """
@@ -102,17 +102,17 @@ def load_images(part: str, folder: Path | None = None) -> tuple[torch.Tensor, to
 RANKS = 4
 EVALUATION_BATCH = 250
 SEED_STRIDE = 1_000_000
-"""Between the batches of two seeds of the text task: more than any run has steps."""
+"""Distance between the batch numbers of two seeds of the text task: more than any run has steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """What the tables and pictures say of a task."""
+    """Describes a task for tables and pictures."""
 
     name: str
     title: str
     quality: str
-    """What is measured at the end, with its unit."""
+    """Name of the measured quality, with its unit."""
     higher_is_better: bool
     tolerance: float
     """Distance from plain DDP's mean quality that still counts as its quality, in the unit of the quality."""
@@ -121,7 +121,7 @@ class TaskFacts:
 
 
 class Task(Protocol):
-    """A training that every rank of a job can take part in."""
+    """Defines a training that every rank of a job can take part in: data, model, optimizer, loss and score."""
 
     facts: TaskFacts
 
@@ -129,56 +129,65 @@ class Task(Protocol):
         """Reads the data, so that forked ranks share it."""
 
     def model(self, seed: int) -> nn.Module:
-        """A new model, the same on every rank."""
+        """Returns a new model, the same on every rank for the same seed."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimizer that belongs to the task."""
+        """Returns the task's own optimizer for these parameters."""
 
     def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
-        """The loss of this rank's batch of a step: a scalar."""
+        """Returns the loss of a rank's batch of a step: a scalar tensor with a graph."""
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
-        """(sum, count) over this rank's share of the held-out data, float64; the ranks' sums make the quality."""
+        """Scores a model on a rank's share of the held-out data.
+
+        Returns:
+            (sum, count), shape (2,), float64; the quality is the ranks' sums over their counts.
+        """
 
 
 class BatchedTask(Task, Protocol):
-    """A task whose batches can be put together, so that one rank stands for several."""
+    """Defines a task whose batches can be concatenated, so that one rank can stand for several."""
 
     def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
-        """See `Task.loss`."""
+        """Returns the loss of a rank's batch of a step: a scalar tensor with a graph."""
         return self.loss_of(model, *self.batch_of(step, rank, seed))
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-        """This rank's batch of a step: (inputs, targets), one row a sample."""
+        """Returns a rank's batch of a step: (inputs, targets), a row for each sample."""
 
     def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a batch: a scalar."""
+        """Returns the mean loss of a batch: a scalar tensor with a graph."""
 
 
 def share_of_peak(step: int, steps: int) -> float:
-    """The learning rate's share of its peak: a linear rise over a twentieth of the steps, then half a cosine."""
+    """Returns the learning rate over its peak: a linear rise over a twentieth of the steps, then half a cosine."""
     rise = max(1, steps // 20)
     return min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def schedules_of(optimizers: Iterable[Optimizer], steps: int) -> list[LambdaLR]:
-    """A schedule of `share_of_peak` for each optimizer; they step once after each update."""
+    """Returns a schedule of `share_of_peak` for each optimizer; the caller steps it once after each update."""
     return [LambdaLR(each, lambda step: share_of_peak(step, steps)) for each in optimizers]
 
 
 def marks_of(steps: int, shares: Iterable[float]) -> list[int]:
-    """After which steps the quality is measured, ascending: after these shares of a run."""
+    """Returns the numbers of the steps after which the quality is measured, ascending.
+
+    Args:
+        steps: Number of steps of the run.
+        shares: Fractions of the run, 0 to 1.
+    """
     return sorted({max(1, round(steps * share)) for share in shares})
 
 
 @torch.no_grad()
 def quality_of_ranks(task: Task, model: nn.Module, rank: int) -> float:
-    """What the ranks' models come to, each on its share of the held-out data; all ranks together.
+    """Returns the quality of the ranks' models, each on its share of the held-out data; all ranks have to call it.
 
     Args:
-        task: Loaded.
-        model: This rank's, with DDP around it or without.
-        rank: This one.
+        task: Task with its data loaded.
+        model: This rank's model, wrapped in DDP or not.
+        rank: Number of this rank.
     """
     total = task.score(getattr(model, "module", model), rank)
     dist.all_reduce(total)
@@ -187,7 +196,7 @@ def quality_of_ranks(task: Task, model: nn.Module, rank: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """Shape of the CNN of the image task: the channels of its two convolutions, and the width of its dense layer."""
+    """Describes the CNN of the image task: the channels of its two convolutions, and the width of its dense layer."""
 
     first: int
     second: int
@@ -196,11 +205,11 @@ class ImageSize:
 
 
 IMAGE_SIZES = {"0.1M": ImageSize(16, 32, 64, "106 k"), "5M": ImageSize(32, 64, 1600, "5 M")}
-"""By the number of parameters: 105,866 and 5,054,026."""
+"""Approximate number of parameters -> shape; exactly they are 105,866 and 5,054,026."""
 
 
 class SmallCnn(nn.Sequential):
-    """Two convolutions and two dense layers."""
+    """Classifies images with two convolutions and two dense layers."""
 
     def __init__(self, seed: int, size: ImageSize = IMAGE_SIZES["0.1M"]) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -220,7 +229,15 @@ class SmallCnn(nn.Sequential):
 
 @dataclass
 class FashionTask(BatchedTask):
-    """Test accuracy of the CNN under SGD with momentum 0.9; 32 images a rank and step, dealt out to `ranks` ranks."""
+    """Trains the CNN on Fashion-MNIST under SGD with momentum 0.9; the quality is the test accuracy.
+
+    Attributes:
+        epochs: Passes over the training images.
+        batch: Number of images per rank and step.
+        ranks: Number of ranks among which the images are divided.
+        size: Key of `IMAGE_SIZES`.
+        facts: Description of the task.
+    """
 
     epochs: int = 4
     batch: int = 32
@@ -253,7 +270,7 @@ class FashionTask(BatchedTask):
         return SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4)
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-        """See `BatchedTask.batch_of`: images and labels."""
+        """Returns a rank's images and labels of a step."""
         epoch, number = divmod(step, self._steps_of_epoch)
         first = (number * self.ranks + rank) * self.batch
         chosen = _shuffled(seed, epoch)[first : first + self.batch]
@@ -265,7 +282,7 @@ class FashionTask(BatchedTask):
         return functional.cross_entropy(model(inputs), targets)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
-        """See `Task.score`: percent right."""
+        """Returns (100 x correct answers, number of images) of a rank's share of the test images, float64."""
         images, labels = (part[rank :: self.ranks] for part in self._test)
         right = 0
         for first in range(0, len(labels), EVALUATION_BATCH):
@@ -284,19 +301,19 @@ class FashionTask(BatchedTask):
 
 @lru_cache(maxsize=1)
 def _shuffled(seed: int, epoch: int) -> Tensor:
-    """The training images' numbers in the order of an epoch, the same on all ranks."""
+    """Returns the indices of the training images in the order of an epoch, the same on all ranks."""
     return torch.randperm(60_000, generator=torch.Generator().manual_seed(1000 * seed + epoch))
 
 
 @dataclass(frozen=True, slots=True)
 class TextSize:
-    """Shape of the transformer of the text task."""
+    """Describes the transformer of the text task."""
 
     width: int
     layers: int
     heads: int
     lr: float
-    """Of AdamW, where it trains all of it."""
+    """Learning rate of AdamW if it trains all parameters."""
 
 
 TEXT_SIZES = {"0.5M": TextSize(128, 2, 4, 3e-3), "10M": TextSize(320, 8, 5, 1e-3)}

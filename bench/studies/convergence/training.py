@@ -32,27 +32,28 @@ PLAIN, TORCH_FP16 = "plain DDP", "torch fp16 hook"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How gradients are averaged."""
+    """Describes a method of averaging gradients."""
 
     name: str
-    """As the tables show it; unique within an optimizer."""
+    """Name in the tables; unique within an optimizer."""
     compressor: str | None = None
-    """gradwire's; None for torch's own hooks."""
+    """Name of gradwire's compressor; None for torch's own hooks."""
     options: dict[str, Option] = field(default_factory=dict)
-    """Other than the defaults."""
+    """Options that differ from the compressor's defaults."""
     sharding: "Sharding | None" = None
-    """How FSDP2 shards the model; None replicates it."""
+    """Sharding of the model by FSDP2; None replicates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """FSDP2 over all ranks, or inside the nodes, and what `gradwire.fsdp.apply` is given."""
+    """Describes how FSDP2 shards a model, with arguments of `gradwire.fsdp.apply`."""
 
     inside_nodes: bool
-    """Shards inside the nodes and replicas between them; else shards over all ranks."""
+    """True shards inside the nodes and replicates between them; False shards over all ranks."""
     shards: str | None = "exact"
-    """None leaves the model to torch: plain FSDP2."""
+    """Compressor of the gradients' shards; None is plain FSDP2 without gradwire."""
     weights: str = "exact"
+    """Compressor of the gathered weights."""
 
 
 def _gradwire(name: str, **options: Option) -> Method:
@@ -75,7 +76,7 @@ METHODS = {
     ),
     "adamw": _EVERYWHERE,
 }
-"""By optimizer; the first is what the others are compared with."""
+"""Optimizer -> its methods; the first is the baseline."""
 PLAIN_FSDP = "plain FSDP2"
 SHARDED_METHODS = (
     Method(PLAIN_FSDP, sharding=Sharding(False, None)),
@@ -86,23 +87,23 @@ SHARDED_METHODS = (
     Method("FSDP2 shards=waterfill4 weights=waterfill4", sharding=Sharding(False, "waterfill4", "waterfill4")),
     Method("FSDP2 shards=int4", sharding=Sharding(False, "int4")),
 )
-"""Of models whose parameters are sharded, under any optimizer; the first is what the others are compared with."""
+"""Methods for models whose parameters are sharded, under any optimizer; the first is the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class MethodTraining:
-    """One model in training on one rank."""
+    """Holds a model and its optimizer on one rank, ready to train."""
 
     model: nn.Module
     optimizer: Optimizer
     dense_steps: int
-    """Steps at the start that travel as they would without a compressor."""
+    """Number of steps at the start whose gradients are sent without compression."""
 
     def take_step(self, loss: Callable[[nn.Module], object]) -> None:
-        """One optimizer step; all ranks together.
+        """Takes one optimizer step; all ranks have to call it.
 
         Args:
-            loss: Of the model, on this rank's batch: a scalar tensor.
+            loss: Function of the model that returns the loss of this rank's batch, a scalar tensor.
         """
         self.optimizer.zero_grad()
         loss(self.model).backward()  # type: ignore[attr-defined]
@@ -121,12 +122,12 @@ def make_training(
     """Sets a model up as a user would; all ranks make the same ones in the same order.
 
     Args:
-        task: Gives model and optimizer.
-        method: One of `METHODS`.
-        seed: Of the weights.
-        node: Name of this rank's node; None asks the machine.
-        nic_bytes_per_second: Of the links; None leaves it to gradwire's default.
-        warm: Compress from the second step on, as for timing.
+        task: Task that makes model and optimizer.
+        method: Method of averaging gradients.
+        seed: Seed of the weights.
+        node: Name of this rank's node; None takes the machine's host name.
+        nic_bytes_per_second: Rate of the links; None leaves it to gradwire's default.
+        warm: True compresses from the second step on, as for timing, in place of a longer dense start.
     """
     model = task.model(seed)
     if method.sharding is not None:
@@ -158,7 +159,7 @@ def make_training(
 def _sharded(
     task: Task, model: nn.Module, method: Method, sharding: Sharding, node: str | None, rate: float | None
 ) -> MethodTraining:
-    """The model in one unit for each block and one for the rest, and gradwire under it."""
+    """Shards a model with FSDP2, one unit for each block and one for the rest, and applies gradwire to it."""
     mesh = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("replicate", "shard"))
     sharers = mesh["shard"] if sharding.inside_nodes else init_device_mesh("cpu", (RANKS,))
     for block in getattr(model, "blocks", ()):
@@ -184,31 +185,31 @@ EVALUATED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """What one training run came to."""
+    """Holds the result of one training run."""
 
     task: str
     method: str
     seed: int
     dense_steps: int
-    """At the start, sent as without a compressor."""
+    """Number of steps at the start whose gradients were sent without compression."""
     curve: tuple[tuple[int, float], ...]
     """(steps taken, quality), ascending."""
 
     @property
     def final(self) -> float:
-        """Quality at the end."""
+        """Returns the quality at the end."""
         return self.curve[-1][1]
 
 
 def method_of(task: Task, name: str) -> Method:
-    """Returns the method of that name under the task's optimizer: of the tables, or any registered compressor.
+    """Returns the method with this name under the task's optimizer: one of the tables, or a registered compressor.
 
     Args:
-        task: Whose optimizer.
-        name: `plain DDP`, `gradwire int8`; a compressor as `int8`, or one that `--import` has brought.
+        task: Task whose optimizer decides the methods.
+        name: Name in the tables, `plain DDP` or `gradwire int8`, or of a compressor, also one that `--import` added.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such method or compressor.
     """
     found = {method.name: method for method in (*METHODS[task.facts.optimizer], *SHARDED_METHODS)}
     if name in found:
@@ -225,9 +226,9 @@ def train(task: Task, method: Method, seed: int) -> TrainingRun:
     """Trains once on forked ranks.
 
     Args:
-        task: Loaded, so that the ranks share its data.
-        method: One of the task's.
-        seed: Of weights and batches.
+        task: Task with its data loaded, so that the ranks share them.
+        method: Method of averaging gradients.
+        seed: Seed of weights and batches.
 
     Raises:
         RuntimeError: A rank failed; it has printed why.
@@ -239,15 +240,15 @@ def train(task: Task, method: Method, seed: int) -> TrainingRun:
 def on_forked_ranks(
     nodes: Sequence[int], body: Callable[[ForkedRank], dict[str, object]], name: str
 ) -> dict[str, object]:
-    """Runs `body` on forked ranks of this machine, each with one thread and in their default process group.
+    """Runs a function on forked ranks of this machine, each with one thread, in their default process group.
 
     Args:
-        nodes: Ranks of each.
-        body: Of a rank.
-        name: What runs, for the error.
+        nodes: Number of ranks of each logical node.
+        body: Function that each rank runs; its result has to be plain data for JSON.
+        name: Description of the run, for the error.
 
     Returns:
-        What rank 0's body has returned, by way of JSON.
+        The result of rank 0.
 
     Raises:
         RuntimeError: A rank failed; it has printed why.
@@ -277,20 +278,20 @@ def on_forked_ranks(
 
 
 def run_from(record: dict[str, object]) -> TrainingRun:
-    """Returns the run that `asdict` and JSON made a record of."""
+    """Rebuilds a run from the dictionary that `asdict` made and JSON stored."""
     curve = record["curve"]
     assert isinstance(curve, list)
     return TrainingRun(**{**record, "curve": tuple((int(step), float(value)) for step, value in curve)})  # type: ignore[arg-type]
 
 
 def train_as_rank(task: Task, method: Method, seed: int, place: ForkedRank) -> TrainingRun:
-    """One rank's part of a run.
+    """Trains as one rank of a run, and returns its result, the same on all ranks.
 
     Args:
-        task: What is trained.
-        method: How gradients are averaged.
-        seed: Of weights and batches.
-        place: Of this rank; the default process group is connected.
+        task: Task to train, with its data loaded.
+        method: Method of averaging gradients.
+        seed: Seed of weights and batches.
+        place: This rank of the forked job, whose default process group is connected.
     """
     steps = task.facts.steps
     training = make_training(task, method, seed=seed, node=f"node{place.node}")
