@@ -1,12 +1,12 @@
-"""Anonymous Linux namespaces, each set kept open by one holder process that cannot outlive this one.
+"""Linux namespaces without names; each set is kept open by one holder process, which cannot outlive this process.
 
 A holder is `cat` on a pipe from this process, as process 1 of a PID namespace of its own. Three things end it: the
 pipe's end of file, SIGKILL from the kernel when its parent dies (PR_SET_PDEATHSIG), and `Holder.close`. With process
 1 the kernel kills everything in its PID namespace, ranks and their children included, and with the last process the
 network namespace and its links vanish. Nothing has a name in the file system, so nothing can be left there.
 
-Root makes them as it is. Anybody else is root in a user namespace of their own: the first holder makes it and the
-others join it, because a cable has its ends in two network namespaces, and belongs to who rules both.
+Root makes them directly. Any other user becomes root in a new user namespace, which the first holder makes and the
+others join: a cable has its ends in two network namespaces, and only a user that is root in both can make it.
 
 Source: pid_namespaces(7), network_namespaces(7), user_namespaces(7), PR_SET_PDEATHSIG(2const), unshare(1), setpriv(1).
 """
@@ -70,26 +70,26 @@ def available() -> str | None:
 
 
 def is_unprivileged() -> bool:
-    """Whether namespaces take a user namespace first, because this process is not root's."""
+    """Returns whether this process is not root's, so that namespaces need a user namespace first."""
     return os.geteuid() != 0
 
 
 def new_namespaces() -> list[str]:
-    """Returns the words that run a command in new namespaces of its own, to see what the kernel has."""
+    """Returns the words that, put before a command, run it in new namespaces, to probe what the kernel supports."""
     return ["unshare", *_become_root(), *_NEW]
 
 
 def _become_root() -> list[str]:
-    """The options with which unshare makes a user namespace where one is needed."""
+    """Returns the options with which unshare makes a user namespace; none if this process is root's."""
     return ["--user", "--map-root-user"] if is_unprivileged() else []
 
 
 def run_shell(script: str, prefix: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a shell script behind a command such as nsenter.
+    """Runs a shell script by a command such as nsenter, and returns its status and output.
 
     Args:
-        script: Lines for `sh`; `ip` and `tc` are found even where PATH lacks the administrator's folders.
-        prefix: The command that runs `sh`.
+        script: Lines for `sh`; `ip` and `tc` are found even if PATH lacks the administrator's folders.
+        prefix: Words of the command that runs `sh`.
     """
     sbin = 'PATH="$PATH:/usr/local/sbin:/usr/sbin:/sbin"\n'
     return subprocess.run([*prefix, "sh", "-c", sbin + script], text=True, capture_output=True, check=False)
@@ -99,7 +99,7 @@ def start_piped(words: Sequence[str]) -> "subprocess.Popen[str]":
     """Starts a process with pipes to its stdin, stdout and stderr; a terminal's Ctrl-C does not reach it.
 
     Args:
-        words: Its command line.
+        words: Command line of the process.
     """
     return subprocess.Popen(
         words,
@@ -112,10 +112,10 @@ def start_piped(words: Sequence[str]) -> "subprocess.Popen[str]":
 
 
 def end_piped(process: "subprocess.Popen[str]") -> None:
-    """Ends what leaves at the end of its stdin, in any case; harmless when done twice, and when it has ended by itself.
+    """Ends a process by closing its stdin, or kills it after ten seconds; does nothing if it has ended already.
 
     Args:
-        process: Of `start_piped`.
+        process: Process that `start_piped` has started.
     """
     assert process.stdin and process.stdout and process.stderr
     with contextlib.suppress(BrokenPipeError):  # a line that it never read: it is dead already
@@ -130,19 +130,19 @@ def end_piped(process: "subprocess.Popen[str]") -> None:
 
 
 class Holder:
-    """New namespaces for network, hostname, mounts and processes, open until `close`."""
+    """Set of new namespaces for network, hostname, mounts and processes, which exist until `close`."""
 
     def __init__(self, name: str, setup: str, beside: Self | None = None, *, ipv6: bool = False) -> None:
         """Makes the namespaces.
 
         Args:
-            name: The hostname inside.
+            name: Hostname inside.
             setup: Lines for `sh -e`, run inside as process 1 before anything else.
-            beside: A holder whose user namespace this one shares, so that a cable can join them; None for the first.
-            ipv6: Leaves IPv6 on: it adds router and neighbour chatter to the bytes counted.
+            beside: Holder whose user namespace this one shares, so that a cable can join them; None for the first.
+            ipv6: Whether IPv6 is on; its router and neighbour messages add to the bytes counted.
 
         Raises:
-            RuntimeError: if the kernel or the set-up refuses, with what it said.
+            RuntimeError: The kernel refuses, or the set-up fails; the message has its output.
         """
         script = "\n".join(
             [
@@ -175,18 +175,18 @@ class Holder:
             self.close()
             raise RuntimeError(f"cannot set up the namespaces of {name}: {said or 'no reason given'}")
         self.pid = int(pid)
-        """The pid of process 1 inside, as seen from here."""
+        """Process ID, on this machine, of process 1 inside."""
 
     def enter(self) -> list[str]:
-        """Returns the words that run a command inside; SIGTERM is for the command, nsenter itself ignores it."""
+        """Returns the words that, put before a command, run it inside; SIGTERM reaches the command, not nsenter."""
         return ["env", "--ignore-signal=TERM", *self._enter("--mount", "--uts", "--net", "--pid")]
 
     def enter_network(self) -> list[str]:
-        """Returns the words that run a command in the network namespace alone; the process is this one's child."""
+        """Returns the words that, put before a command, run it in the network namespace only."""
         return self._enter("--net")
 
     def enter_user(self) -> list[str]:
-        """Returns the words that run a command in the user namespace alone; none where it is the machine's own."""
+        """Returns the words that, put before a command, run it in the user namespace only; none if root made it."""
         return self._enter() if is_unprivileged() else []
 
     def _enter(self, *kinds: str) -> list[str]:
@@ -194,26 +194,26 @@ class Holder:
         return ["nsenter", f"--target={self.pid}", *user, *kinds]
 
     def run(self, script: str) -> None:
-        """Runs a shell script in the network namespace alone, where process ids and files are those of the machine.
+        """Runs a shell script in the network namespace only; process IDs and files are those of the machine.
 
         Args:
-            script: Lines for `sh`; the first that fails stops it.
+            script: Lines for `sh`; the first that fails ends the script.
 
         Raises:
-            RuntimeError: if a line fails, with what it said.
+            RuntimeError: A line failed; the message has its output.
         """
         done = run_shell("set -e\n" + script, prefix=self._enter("--net"))
         if done.returncode != 0:
             raise RuntimeError(f"cannot set up the emulated network: {done.stderr.strip()}")
 
     def run_python(self, script: str) -> None:
-        """Runs lines of Python, without gradwire, in the network namespace alone.
+        """Runs lines of Python, without gradwire, in the network namespace only.
 
         Args:
-            script: The lines.
+            script: Lines of Python.
 
         Raises:
-            RuntimeError: if they fail, with what they said.
+            RuntimeError: They failed; the message has their output.
         """
         self.run(shlex.join([sys.executable, "-I", "-S", "-c", script]))
 
@@ -221,10 +221,13 @@ class Holder:
         """Reads how many bytes an interface inside has carried.
 
         Args:
-            interface: Its name, for example `eth0`.
+            interface: Name of the interface, for example `eth0`.
 
         Returns:
-            (sent, received), since the interface was made; Ethernet headers included.
+            Bytes (sent, received) since the interface was made, with Ethernet headers.
+
+        Raises:
+            RuntimeError: There is no interface of this name.
         """
         for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
             name, _, counters = line.partition(":")
@@ -235,6 +238,6 @@ class Holder:
         raise RuntimeError(f"the emulated node has no interface {interface}")
 
     def close(self) -> None:
-        """Kills everything inside and waits until it is dead; the namespaces go with it."""
+        """Kills all processes inside and waits for their end; the namespaces vanish with them."""
         # At the end of file process 1 leaves, and its parent returns only when the kernel has emptied the namespace.
         end_piped(self._process)

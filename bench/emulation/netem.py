@@ -1,4 +1,4 @@
-"""Networks with delay and loss by the kernel's own queues, where it has netem; elsewhere the relay carries packets.
+"""Networks with delay and loss by the queues of the kernel, if it has netem; otherwise the relay carries packets.
 
 A packet from s to t passes the queues of two interfaces. What s sends leaves at the rate of s's link (htb), with a
 queue for each target (bfifo). On the switch's end of t's cable it finds a netem for packets from s, which loses it or
@@ -37,9 +37,9 @@ _MOST_QUEUED_NBYTES = 1 << 30
 _LEAST_FRAME_NBYTES = 64
 _ROOT = 1
 _FIRST = 2
-"""Minor number of the first node's class: 1 is what all of them share."""
+"""Minor number of the first node's class in tc; 1 is the class above all of them."""
 _INNER = 0x1000
-"""Added to it: major number of its netem or queue."""
+"""Number that, added to that of a node, is the major number of its netem or queue in tc."""
 
 
 _NONE = PathCounts(offered=0, offered_nbytes=0, lost=0, dropped=0, delivered=0)
@@ -47,13 +47,20 @@ _NONE = PathCounts(offered=0, offered_nbytes=0, lost=0, dropped=0, delivered=0)
 
 @functools.cache
 def has_netem() -> bool:
-    """Whether the kernel has all queues that this takes."""
+    """Returns whether the kernel has all queues that `Netem` needs."""
     return run_shell("set -e\n" + _PROBE, prefix=new_namespaces()).returncode == 0
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """An interface that sends: of a node, or the switch's end of its cable."""
+    """One end of a node's cable, which sends: the node's NIC, or the port of the switch.
+
+    Attributes:
+        holder: Namespaces that contain the end.
+        interface: Name of the end.
+        node: Number of the node.
+        is_switch: Whether it is the switch's end.
+    """
 
     holder: Holder
     interface: str
@@ -62,7 +69,7 @@ class _End:
 
 
 class Netem:
-    """The queues of one network. They are the kernel's: nothing runs, and they go with the interfaces."""
+    """Queues of one network in the kernel. They need no process, and vanish with the interfaces."""
 
     def __init__(
         self,
@@ -75,16 +82,16 @@ class Netem:
         paths: Paths,
         mtu: int,
     ) -> None:
-        """Sets them up.
+        """Sets the queues up on all ends of the cables.
 
         Args:
-            switch: In whose network namespace the cables end.
-            nodes: The holder of each node.
-            interface: The nodes' NIC.
-            ports: The cable's end of each node.
-            addresses: Of each node.
-            rates: Of each node's link in bits per second, each direction; None for no limit.
-            paths: Between the nodes; their seed is not used.
+            switch: Namespaces that contain the switch's ends of the cables.
+            nodes: Namespaces of each node.
+            interface: Name of the NIC on the nodes.
+            ports: Name of the switch's end of each node's cable.
+            addresses: Address of each node.
+            rates: Rate of each node's link in bits per second, in each direction; None for no limit.
+            paths: Delay, loss and queues between the nodes; their seed is not used.
             mtu: Largest packet in bytes.
 
         Raises:
@@ -104,7 +111,13 @@ class Netem:
         return [other for other in range(len(self._addresses)) if other != end.node]
 
     def _classes(self, end: _End, rate: int | None, verb: str) -> list[str]:
-        """The lines that set what all packets of an interface share, and what each other node's have at least."""
+        """Returns the tc lines that set an end's rate, and the least share of it for the packets of each other node.
+
+        Args:
+            end: End of a cable.
+            rate: Rate of the link in bits per second; None for no limit.
+            verb: `add` or `change`.
+        """
         bits, others = rate or _UNLIMITED, self._others(end)
         # As much as the link carries in 1 ms, and two packets: a class may send as much at once.
         burst = max(2 * self._mtu, min(bits // 8000, 1 << 20))
@@ -123,7 +136,7 @@ class Netem:
         return max(2 * self._mtu, min(round(self._paths.queue_seconds[node] * rate / 8), _MOST_QUEUED_NBYTES))
 
     def _queues(self, end: _End, rate: int | None) -> list[str]:
-        """All lines for an interface."""
+        """Returns all tc lines that set up the queues of an end, in their order."""
         lines = [f"tc qdisc add dev {end.interface} root handle 1: htb", *self._classes(end, rate, "add")]
         queued = self._queue_nbytes(end.node, rate)
         version = "ip6" if ":" in self._addresses[0] else "ip"
@@ -143,7 +156,7 @@ class Netem:
         return lines
 
     def _netem(self, source: int, target: int) -> str:
-        """The words for the path between two nodes."""
+        """Returns tc's words for a netem with the delay, jitter and loss of the path between two nodes."""
         path = self._paths.paths[source][target]
         # A place for each packet that can be under way, however small: queues for links are limited, this is not.
         under_way = (path.delay_seconds + path.jitter_seconds) * self._fastest / 8 / _LEAST_FRAME_NBYTES
@@ -158,7 +171,12 @@ class Netem:
         return " ".join(words)
 
     def limit(self, node: int, bits_per_second: int | None) -> None:
-        """Sets the rate of one node's link, each direction."""
+        """Sets the rate of one node's link in both directions.
+
+        Args:
+            node: Number of the node.
+            bits_per_second: Rate in each direction; None for no limit.
+        """
         queued = self._queue_nbytes(node, bits_per_second)
         for end in self._ends[node]:
             lines = self._classes(end, bits_per_second, "change")
@@ -168,12 +186,12 @@ class Netem:
             end.holder.run("\n".join(lines))
 
     def counts(self) -> tuple[tuple[PathCounts, ...], ...]:
-        """What became of the packets since the start, by sending node, then receiving node.
+        """Returns the packets since the start that were offered, lost, dropped and delivered, by sender, then receiver.
 
-        Bytes are of those that were neither lost nor dropped.
+        `offered_nbytes` has only the bytes of packets that the sender's queue did not drop.
 
         Raises:
-            RuntimeError: The kernel does not say.
+            RuntimeError: The kernel's counters cannot be read.
         """
         sent, came = ([self._read(ends[side]) for ends in self._ends] for side in (0, 1))
         nodes = range(len(self._ends))
@@ -186,7 +204,7 @@ class Netem:
         )
 
     def _read(self, end: _End) -> dict[str, dict[str, int]]:
-        """The counters of an interface's queues, by the class or queue above each."""
+        """Reads the counters of an end's queues: name of the class or queue above each -> its counters."""
         words = [*end.holder.enter_network(), "tc", "-s", "-j", "qdisc", "show", "dev", end.interface]
         done = subprocess.run(words, text=True, capture_output=True, check=False)
         if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""What the network between emulated nodes is like: delay, jitter, loss, queues, by node and by pair of regions."""
+"""Properties of the network between emulated nodes: delay, jitter, loss, queues, by node and by pair of regions."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -10,11 +10,12 @@ SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 """Source: tc(8), section PARAMETERS, TIMES."""
 
 MOST_DELAY_SECONDS = 10.0
-"""One way. A geostationary satellite takes 0.27 s; from here on connections time out before they are made."""
+"""Longest delay in one direction. A geostationary satellite takes 0.27 s; with more than this, connections time out
+before they are made."""
 MOST_LOSS = 0.5
 """Largest share of packets lost. TCP hardly connects at half, and a link that loses all is no link."""
 DEFAULT_QUEUE_SECONDS = 0.2
-"""What the links without delay hold, so that TCP fills them without losing packets: see `EmulatedCluster`."""
+"""Longest wait for a node's link if no queue is given, so that TCP fills the links without losing packets."""
 MOST_QUEUE_SECONDS = 10.0
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,30}")
 _EXAMPLE = "eu/us:delay=40ms,loss=0.1%,jitter=5ms"
@@ -22,12 +23,12 @@ _EXAMPLE = "eu/us:delay=40ms,loss=0.1%,jitter=5ms"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkPath:
-    """One way from a node to another one.
+    """Path in one direction from a node to another one.
 
     Attributes:
-        delay_seconds: Between leaving the sender's link and reaching the receiver's.
-        jitter_seconds: Each packet takes a time of its own, uniform in `delay_seconds` plus and minus this.
-        loss: Probability that a packet is lost, each for itself.
+        delay_seconds: Seconds from the sender's link to the receiver's.
+        jitter_seconds: Largest deviation of a packet's delay from `delay_seconds`; deviations are uniform.
+        loss: Probability that a packet is lost, independent of other packets; 0 to `MOST_LOSS`.
     """
 
     delay_seconds: float = 0.0
@@ -40,11 +41,11 @@ class Paths:
     """The network between all nodes.
 
     Attributes:
-        paths: By sending node, then receiving node; a node's path to itself is not used.
-        queue_seconds: By node: the longest that a packet waits for the node's link, each direction; what would wait
-            longer is dropped.
+        paths: Path of each pair of nodes, by sender, then receiver; a node's path to itself is not used.
+        queue_seconds: For each node, the longest time that a packet waits for the node's link in each direction;
+            packets that would wait longer are dropped.
         reorder: Whether jitter may let a packet overtake another one.
-        seed: Of losses and jitter.
+        seed: Seed of losses and jitter.
     """
 
     paths: tuple[tuple[NetworkPath, ...], ...]
@@ -53,20 +54,20 @@ class Paths:
     seed: int = 0
 
     def round_trip_seconds(self, node: int, other: int) -> float:
-        """What ping shows between two nodes, on idle links and without jitter."""
+        """Returns the seconds of a round trip between two nodes, on idle links and without jitter."""
         return self.paths[node][other].delay_seconds + self.paths[other][node].delay_seconds
 
 
 def parse_seconds(text: str, parameter: str, most: float) -> float:
-    """Reads a time.
+    """Parses a time, and returns its seconds.
 
     Args:
-        text: A number with its unit: `40ms`, `0.5s`, `100us`.
-        parameter: The parameter's name as the user wrote it, for the error message.
-        most: The longest that makes sense, in seconds.
+        text: Number with its unit: `40ms`, `0.5s`, `100us`.
+        parameter: Name of the parameter for error messages, as the user wrote it.
+        most: Longest accepted time, in seconds.
 
     Raises:
-        ValueError: if the text is no time, or one too long.
+        ValueError: The text is no time, or a longer one.
     """
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-z]+)", text.strip().lower())
     if match is None or match[2] not in SECONDS_PER_UNIT:
@@ -81,17 +82,17 @@ def parse_seconds(text: str, parameter: str, most: float) -> float:
 
 
 def parse_loss(text: str, parameter: str) -> float:
-    """Reads a share of lost packets.
+    """Parses a share of lost packets.
 
     Args:
-        text: In percent: `0.1%`.
-        parameter: As for `parse_seconds`.
+        text: Share in percent: `0.1%`.
+        parameter: Name of the parameter for error messages, as the user wrote it.
 
     Returns:
-        The share, 0 to `MOST_LOSS`.
+        The share as a fraction, 0 to `MOST_LOSS`.
 
     Raises:
-        ValueError: if the text is no share, or a larger one.
+        ValueError: The text is no share, or a larger one.
     """
     match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,12})?)\s*%", text.strip())
     if match is None:
@@ -115,11 +116,20 @@ _BETWEEN: dict[str, tuple[str, Callable[[str, str], float]]] = {
     "jitter": ("jitter_seconds", _parse_delay),
     "loss": ("loss", parse_loss),
 }
-"""Word of `between` -> the field of `NetworkPath`, and what reads it."""
+"""Word of `between` -> (field of `NetworkPath`, function that parses its value)."""
 
 
 def _one_each(text: str, count: int, parameter: str) -> list[str]:
-    """The words of a list with commas: one for all nodes, or one for each."""
+    """Splits a list with commas into one word for each node; a single word stands for all nodes.
+
+    Args:
+        text: Words separated by commas.
+        count: Number of nodes.
+        parameter: Name of the parameter for error messages, as the user wrote it.
+
+    Raises:
+        ValueError: There are neither one nor `count` words.
+    """
     words = text.split(",")
     if len(words) not in (1, count):
         raise ValueError(
@@ -150,19 +160,19 @@ def _parse_regions(text: str, count: int, parameter: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOptions:
-    """The network between nodes as a user writes it; what is None or empty has not been said.
+    """Options of the network between nodes, as a user writes them; None or empty if not given.
 
     Attributes:
-        delay: How long what a node sends takes to the others, one way: `40ms`, or one for each node, with commas.
-            What ping shows between two nodes is the sum of theirs.
-        jitter: Plus and minus this, uniform: `5ms`, or one for each node.
-        loss: Share of the packets that a node sends: `0.1%`, or one for each node.
-        queue: Longest wait for a node's link: `50ms`, or one for each node; 200 ms where it is not said.
-        regions: The region of each node: `eu,eu,us`.
-        between: Paths between nodes of two regions, both ways, or within one: `eu/us:delay=40ms,loss=0.1%,jitter=5ms`;
-            what is left out is the sending node's.
-        reorder: Let packets overtake each other where they have jitter.
-        seed: Of losses and jitter.
+        delay: Delay in one direction of what a node sends: `40ms`, or one value for each node, separated by commas. The
+            round trip between two nodes is the sum of their delays.
+        jitter: Largest time by which a packet is earlier or later than the delay: `5ms`, or one value for each node.
+        loss: Share of the packets sent by a node that are lost: `0.1%`, or one value for each node.
+        queue: Longest wait for a node's link: `50ms`, or one value for each node; 200 ms if not given.
+        regions: Region of each node: `eu,eu,us`.
+        between: Paths between the nodes of two regions, in both directions, or within one region:
+            `eu/us:delay=40ms,loss=0.1%,jitter=5ms`. Values left out are those of the sending node.
+        reorder: Whether packets may overtake each other because of jitter.
+        seed: Seed of losses and jitter.
     """
 
     delay: str | None = None
@@ -175,18 +185,18 @@ class PathOptions:
     seed: int = 0
 
     def read(self, count: int, *, has_rates: bool, prefix: str = "") -> Paths | None:
-        """Reads them for so many nodes.
+        """Parses the options for a number of nodes.
 
         Args:
             count: Number of nodes.
-            has_rates: Whether the links have rates; queues wait for nothing without.
-            prefix: Before a parameter's name in error messages: `--` on the command line.
+            has_rates: Whether the links have rates; without, there is nothing to queue for.
+            prefix: Prefix of a parameter's name in error messages: `--` on the command line.
 
         Returns:
-            The network; None if nothing has been said.
+            The network; None if no option was given.
 
         Raises:
-            ValueError: if something is no time or share, too large, or contradicts the rest.
+            ValueError: An option is no time or share, is too large, or contradicts another one.
         """
         said = (self.delay, self.jitter, self.loss, self.queue, self.regions)
         if all(word is None for word in said) and not self.between and not self.reorder and not self.seed:
@@ -215,7 +225,7 @@ class PathOptions:
         )
 
     def _own(self, count: int, prefix: str) -> list[NetworkPath]:
-        """What each node sends meets, wherever it goes."""
+        """Returns the path of each node to all others, before `between` changes some."""
         delays = _one_each(self.delay or "0ms", count, f"{prefix}delay")
         jitters = _one_each(self.jitter or "0ms", count, f"{prefix}jitter")
         losses = _one_each(self.loss or "0%", count, f"{prefix}loss")
@@ -246,7 +256,18 @@ class PathOptions:
     def _lay_between(
         text: str, regions: Sequence[str], own: Sequence[NetworkPath], paths: list[list[NetworkPath]], parameter: str
     ) -> None:
-        """Sets the paths between two regions, both ways."""
+        """Sets the paths between two regions in both directions, or within one region.
+
+        Args:
+            text: One value of `between`.
+            regions: Region of each node.
+            own: Path of each node to all others, for the values left out.
+            paths: Paths by sender, then receiver; changed in place.
+            parameter: Name of the parameter for error messages, as the user wrote it.
+
+        Raises:
+            ValueError: The text cannot be parsed, or names a region that no node has.
+        """
         pair, colon, words = text.partition(":")
         names = [name.strip() for name in pair.split("/")]
         found = dict(word.strip().split("=", 1) for word in words.split(",") if "=" in word)

@@ -22,14 +22,14 @@ def place_ranks(nodes: Sequence[int], order: str = "contiguous") -> tuple[Placem
     """Assigns the ranks of a job to its nodes.
 
     Args:
-        nodes: Ranks of each node, one entry a node; each at least 1.
-        order: One of `Order`.
+        nodes: Number of ranks of each node, each at least 1.
+        order: Order of ranks over nodes, one of `Order`.
 
     Returns:
-        The placement of each rank.
+        The placement of each rank, by rank.
 
     Raises:
-        ValueError: if there is no node, a node without ranks, or an order that is unknown.
+        ValueError: There is no node, a node has no ranks, or the order is unknown.
     """
     if not nodes or min(nodes) < 1:
         raise ValueError(f"`nodes`: found {list(nodes)}, wanted at least one node and at least one rank on each")
@@ -51,11 +51,11 @@ def torchrun_environment(
     """Returns the variables that torchrun would set for a rank, so that a script written for torchrun runs unchanged.
 
     Args:
-        placement: That of the rank.
-        placements: Those of all ranks of the job.
+        placement: Placement of the rank.
+        placements: Placements of all ranks of the job.
         master_address: Address of the node of rank 0.
-        master_port: TCP port of the store that rank 0 opens there.
-        run_id: The job's name.
+        master_port: TCP port of the store that rank 0 serves there.
+        run_id: Name of the job.
 
     Source: PyTorch documentation, torchrun (Elastic AllReduce), Environment Variables.
     """

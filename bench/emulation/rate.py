@@ -18,17 +18,17 @@ MOST_NICS = 8
 
 
 def parse_rate(text: str, parameter: str) -> int:
-    """Reads a link rate.
+    """Parses a link rate.
 
     Args:
-        text: A number with its unit, for example `200mbit`, `2.5gbit`; upper or lower case.
-        parameter: The parameter's name as the user wrote it, for the error message.
+        text: Number with its unit, for example `200mbit`, `2.5gbit`, in upper or lower case.
+        parameter: Name of the parameter for error messages, as the user wrote it.
 
     Returns:
         The rate in bits per second.
 
     Raises:
-        ValueError: if the text is no rate, or one too small or too large to be of use.
+        ValueError: The text is no rate, or one below `LEAST_BITS_PER_SECOND` or above `MOST_BITS_PER_SECOND`.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     if match is None or match[2] not in BITS_PER_UNIT:
@@ -50,7 +50,7 @@ def parse_rate(text: str, parameter: str) -> int:
 
 
 def format_rate(bits_per_second: int) -> str:
-    """Writes a rate as `parse_rate` reads it, in the largest unit that keeps it a whole number.
+    """Formats a rate as `parse_rate` reads it, in the largest unit that keeps it a whole number.
 
     Args:
         bits_per_second: The rate; positive.
@@ -62,19 +62,19 @@ def format_rate(bits_per_second: int) -> str:
 
 
 def parse_nic_rates(text: str, count: int, parameter: str) -> tuple[tuple[int, ...], ...]:
-    """Reads the link rates of all of some nodes, or of each, with commas; of several NICs in a node with `+`.
+    """Parses the link rates of the nodes: one value for all, or one for each, separated by commas.
 
     Args:
-        text: `200mbit`, or `200mbit,200mbit,50mbit`; `100mbit+100mbit` has two NICs in each node.
+        text: `200mbit`, or `200mbit,200mbit,50mbit`; `100mbit+100mbit` gives each node two NICs.
         count: Number of nodes.
-        parameter: As for `parse_rate`.
+        parameter: Name of the parameter for error messages, as the user wrote it.
 
     Returns:
-        Of each node, the rate of each NIC's link in bits per second.
+        For each node, the rate of each NIC's link in bits per second.
 
     Raises:
-        ValueError: if one of them is no rate, if there are neither one nor `count` nodes, or if nodes have unlike
-            numbers of NICs, or more than `MOST_NICS`.
+        ValueError: A value is no rate, there are neither one nor `count` values, or nodes have different numbers of
+            NICs or more than `MOST_NICS`.
     """
     nodes = [tuple(parse_rate(each, parameter) for each in node.split("+")) for node in text.split(",")]
     if len(nodes) not in (1, count):
@@ -91,22 +91,22 @@ def parse_nic_rates(text: str, count: int, parameter: str) -> tuple[tuple[int, .
 
 
 def parse_rates(text: str, count: int, parameter: str) -> tuple[int, ...]:
-    """Reads what all NICs of a node carry together; see `parse_nic_rates`.
+    """Parses the link rates of the nodes as `parse_nic_rates` does, and adds those of each node's NICs.
 
     Args:
-        text: As for `parse_nic_rates`.
+        text: Rates as `parse_nic_rates` takes them.
         count: Number of nodes.
-        parameter: As for `parse_rate`.
+        parameter: Name of the parameter for error messages, as the user wrote it.
 
     Returns:
-        The rate of each node in bits per second.
+        The rate of each node in bits per second, over all of its NICs.
 
     Raises:
-        ValueError: as for `parse_nic_rates`.
+        ValueError: See `parse_nic_rates`.
     """
     return tuple(map(sum, parse_nic_rates(text, count, parameter)))
 
 
 def format_nic_rates(nics: Sequence[int]) -> str:
-    """Writes the rates of a node's NICs as `parse_nic_rates` reads them."""
+    """Formats the rates of a node's NICs, in bits per second, as `parse_nic_rates` reads them."""
     return "+".join(map(format_rate, nics))

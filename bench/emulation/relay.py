@@ -1,9 +1,8 @@
-"""Networks with delay and loss: a compiled switch in a process of its own, in place of the kernel's bridge.
+"""Networks with delay and loss by a compiled switch in a separate process, which replaces the kernel's bridge.
 
-The kernel's tool for this, netem, is missing from many kernels, and delays what leaves an interface wherever it goes.
-The relay opens a packet socket on the switch's end of every node's cable, and carries each frame to its target as late
-as the path says (csrc/cpu/relay). Rates and queues of the links are its own, too: a frame is one packet, because the
-nodes' NICs are told to leave neither segmentation nor checksums to the cable.
+Many kernels lack their own tool for this, netem. The relay opens a packet socket on the switch's end of every node's
+cable, and carries each frame to its target after the delay of the path (csrc/cpu/relay). It also emulates the rates and
+queues of the links. A frame is one packet, because the nodes' NICs are set to do segmentation and checksums themselves.
 
 Source: packet(7); ethtool ioctls: Linux include/uapi/linux/ethtool.h.
 """
@@ -21,7 +20,7 @@ from gradwire.bench.emulation.namespaces import Holder, end_piped, start_piped
 from gradwire.bench.emulation.paths import Paths
 
 _START_SECONDS = 60.0
-"""Seconds for a Python without torch to start on a machine that does much else."""
+"""Time limit for the relay, a Python without torch, to start on a busy machine."""
 
 _REAL_PACKETS = """
 import array, fcntl, socket, struct
@@ -35,14 +34,14 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathCounts:
-    """What became of the packets from one node to another one.
+    """Numbers of packets from one node to another one.
 
     Attributes:
-        offered: That the sender put on its link.
-        offered_nbytes: In them, with Ethernet headers.
-        lost: On the path, as asked for.
-        dropped: At a full queue, or by a receiver whose network was down.
-        delivered: To the receiver's NIC.
+        offered: Packets that the sender put on its link.
+        offered_nbytes: Bytes of those packets, with Ethernet headers.
+        lost: Packets that were lost on the path, by the loss that the user has set.
+        dropped: Packets dropped at a full queue, or by a receiver whose network was down.
+        delivered: Packets that reached the receiver's NIC.
     """
 
     offered: int
@@ -53,11 +52,11 @@ class PathCounts:
 
 
 def send_real_packets(holder: Holder, interface: str) -> None:
-    """Has a node's NIC leave neither segmentation nor checksums to the cable, so that a frame is one packet.
+    """Turns off a NIC's offloading of segmentation and checksums, so that each frame on the cable is one packet.
 
     Args:
-        holder: Of the node.
-        interface: Its NIC.
+        holder: Namespaces of the node.
+        interface: Name of its NIC.
 
     Raises:
         RuntimeError: The kernel refuses.
@@ -66,7 +65,7 @@ def send_real_packets(holder: Holder, interface: str) -> None:
 
 
 class Relay:
-    """The relay of one network; it runs from here to `close`, and no longer than this thread."""
+    """Process that relays the packets of one network; it runs until `close`, or until the thread that made it ends."""
 
     def __init__(
         self,
@@ -77,18 +76,18 @@ class Relay:
         mtu: int,
         name: str = "the relay",
     ) -> None:
-        """Starts it.
+        """Starts the relay.
 
         Args:
-            switch: In whose network namespace the cables end.
-            interfaces: The cable's end of each node.
-            rates: Of each node's link in bits per second, each direction; None for no limit.
-            paths: Between the nodes.
+            switch: Namespaces that contain the switch's ends of the cables.
+            interfaces: Name of the switch's end of each node's cable.
+            rates: Rate of each node's link in bits per second, in each direction; None for no limit.
+            paths: Delay, loss and queues between the nodes.
             mtu: Largest packet in bytes.
-            name: What error messages call it.
+            name: Name of the relay in error messages.
 
         Raises:
-            RuntimeError: It could not start, with what it said.
+            RuntimeError: The relay could not start; the message has its output.
         """
         self.name = name
         self._said = ""
@@ -123,11 +122,11 @@ class Relay:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Process ID of the relay."""
         return self._process.pid
 
     def failure(self) -> str | None:
-        """Returns in words how it ended; None while it runs."""
+        """Returns words on how the relay ended; None while it runs."""
         status = self._process.poll()
         if status is None:
             return None
@@ -138,7 +137,11 @@ class Relay:
         return f"{self.name}, which carries the emulated packets, ended with {how}{': ' * bool(self._said)}{self._said}"
 
     def limit(self, node: int, bits_per_second: int | None) -> None:
-        """Sets the rate of one node's link, each direction.
+        """Sets the rate of one node's link in both directions.
+
+        Args:
+            node: Number of the node.
+            bits_per_second: Rate in each direction; None for no limit.
 
         Raises:
             RuntimeError: The relay has ended.
@@ -146,7 +149,7 @@ class Relay:
         self._ask({"limit": [node, float(bits_per_second or 0)]})
 
     def counts(self) -> tuple[tuple[PathCounts, ...], ...]:
-        """What became of the packets since the start, by sending node, then receiving node.
+        """Returns the packets since the start that were offered, lost, dropped and delivered, by sender, then receiver.
 
         Raises:
             RuntimeError: The relay has ended.
@@ -160,7 +163,7 @@ class Relay:
         return tuple(tuple(rows[node * self._nodes : (node + 1) * self._nodes]) for node in range(self._nodes))
 
     def overrun(self) -> int:
-        """Packets that came faster than the relay could read them, and are missing without being asked for.
+        """Returns the number of packets that the relay lost by mistake, because they came faster than it reads.
 
         Raises:
             RuntimeError: The relay has ended.
@@ -168,13 +171,17 @@ class Relay:
         return cast(int, self._ask({"counts": True})["overrun"])
 
     def cpu_seconds(self) -> float:
-        """Processor time that it has used."""
+        """Returns the seconds of processor time that the relay has used."""
         # Source: proc_pid_stat(5), fields 14 and 15, in ticks of 1/100 s on every Linux machine (USER_HZ).
         columns = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(columns[11]) + int(columns[12])) / 100
 
     def _ask(self, question: dict[str, object]) -> dict[str, object]:
-        """Sends a line and reads the answer."""
+        """Sends a request to the relay as a line of JSON, and returns its answer.
+
+        Raises:
+            RuntimeError: The relay has ended.
+        """
         asking, answering = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
         try:
             asking.write(json.dumps(question) + "\n")
@@ -191,5 +198,5 @@ class Relay:
         return cast(dict[str, object], json.loads(line))
 
     def close(self) -> None:
-        """Ends it; harmless when done twice, and when it has ended by itself."""
+        """Ends the relay; does nothing if it has ended already."""
         end_piped(self._process)

@@ -25,7 +25,7 @@ def _load(path: str):  # type: ignore[no-untyped-def]  # the module has stubs un
 
 
 def main() -> None:
-    """Relays until stdin ends."""
+    """Relays packets and answers requests until stdin ends."""
     if os.geteuid() == 0:
         # Before the ranks whose packets it carries, which may keep every core busy. In a user namespace the kernel
         # refuses, and packets are late by as long as the relay waits for a core.

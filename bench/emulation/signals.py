@@ -1,4 +1,4 @@
-"""What ends a process: signals, and its parent's death."""
+"""Ends of a process by a signal, and with its parent."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class EndedBySignal(SystemExit):
-    """An ending signal came; the code is 128 + its number."""
+    """Exit because of a signal that ends the process; the exit status is 128 plus the signal's number."""
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -24,7 +24,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextlib.contextmanager
 def clean_end() -> Iterator[None]:
-    """Turns the first ending signal inside the block into `EndedBySignal`; the main thread only."""
+    """Raises `EndedBySignal` inside the block at the first signal that would end the process. Main thread only."""
     before = {ending: signal.signal(ending, _leave) for ending in ENDING}
     try:
         yield
@@ -38,10 +38,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies, so that no rank outlives the command that started it.
+    """Asks the kernel to kill this process when its parent dies, so that no rank outlives the command that started it.
 
     Args:
-        parent: Process id of the parent as it was before the fork.
+        parent: Process ID of the parent, read before the fork.
 
     Raises:
         OSError: The kernel refused.
