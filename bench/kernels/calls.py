@@ -1,8 +1,9 @@
-"""Every kernel as one call on inputs of its own: what it reads, what it writes, whoever's kernels they are.
+"""Calls of every kernel on inputs that are made for it, with the tensors that it reads and writes.
 
-`gradwire selftest` makes the same call with the kernels of a device and with the reference, and compares what they
-wrote; and it times the call against a copy of as many bytes. A kernel of `compressors/kernels/` belongs in `CALLS`: a
-test compares both with the functions of the CUDA kernels and with the entry points of their files.
+`gradwire selftest` makes the same call with the kernels of a device and with the reference, and compares the tensors
+that they wrote. It also compares the time of the call with that of a copy of as many bytes. Each kernel of
+`compressors/kernels/` must be in `CALLS`: a test compares `CALLS` with the functions of the CUDA kernels and with the
+entry points of their files.
 """
 
 from collections.abc import Callable
@@ -31,25 +32,25 @@ from gradwire.compressors.kernels.reference import (
 
 CPU = torch.device("cpu")
 WORKERS = 4
-"""Payloads that a sum adds up."""
+"""Number of payloads that a sum adds."""
 OWNERS = 3
-"""Pieces that a tensor is cut into."""
+"""Number of pieces into which a tensor is divided."""
 RANK = 4
-"""The rank of PowerSGD's factors."""
+"""Rank of PowerSGD's factors."""
 SCALE = 0.125
-"""The mean of eight ranks: a factor that rounds nothing."""
+"""Factor of a mean over eight ranks, which causes no rounding."""
 TOLERANCE = 1e-4
-"""Largest error of sums whose order is a library's: the difference over the largest magnitude."""
+"""Allowed difference of sums whose order a library chooses, divided by the largest magnitude."""
 FORMATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """The kernels of a device, or the reference.
+    """Kernels of a device, or the reference.
 
     Attributes:
-        kernels: A module, or an object, with the functions of `Kernels`.
-        device: Where their tensors lie.
+        kernels: Module or object with the functions of `Kernels`.
+        device: Device of their tensors.
     """
 
     kernels: Kernels
@@ -57,15 +58,15 @@ class KernelSet:
 
 
 def reference_kernels() -> KernelSet:
-    """The reference, on the CPU: what the others are compared with."""
+    """Returns the reference kernels on the CPU, with which all others are compared."""
     return KernelSet(reference, CPU)
 
 
 def cpu_kernels() -> KernelSet:
-    """The compiled kernels.
+    """Returns the compiled kernels for the CPU.
 
     Raises:
-        ImportError: gradwire was not built.
+        ImportError: gradwire's C++ modules have not been built.
     """
     from gradwire.compressors.kernels import native  # as dispatch.py: a tree that was never built has none
 
@@ -73,19 +74,19 @@ def cpu_kernels() -> KernelSet:
 
 
 def cuda_kernels(device: torch.device) -> KernelSet:
-    """CUDA's."""
+    """Returns the CUDA kernels for a device."""
     return KernelSet(cuda, device)
 
 
 class KernelInputs:
-    """Where the numbers of a call come from: the same ones for the same arguments, whatever the device.
+    """Maker of the tensors of a call, with random values that depend on the arguments only.
 
     Args:
-        device: Where they are wanted.
+        device: Device of the tensors.
         numel: Elements of the gradient, at least 1.
-        factor: On all values: 1e-41 makes them subnormal.
-        alike: Whether they are drawn, and payloads made, on the CPU, so that two devices get the same bits; else where
-            they are wanted, which is faster where there are many.
+        factor: Factor of all values; 1e-41 makes them subnormal.
+        alike: Whether values and payloads are made on the CPU, so that all devices get the same bits. If not, they are
+            made on `device`, which is faster for large tensors.
     """
 
     def __init__(self, device: torch.device, numel: int, factor: float = 1.0, *, alike: bool = True) -> None:
@@ -95,15 +96,26 @@ class KernelInputs:
         self._drawn_on = CPU if alike else device
 
     def values(self, seed: int, numel: int | None = None) -> Tensor:
-        """1-D float32: normally distributed, with zeros of both signs among them."""
+        """Returns normally distributed values with some zeros of both signs, as a 1-D float32 tensor.
+
+        Args:
+            seed: Seed of the values.
+            numel: Number of values; None for that of the gradient.
+        """
         return self._values(seed, self.numel if numel is None else numel).to(self.device)
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros for what a kernel writes."""
+        """Returns a tensor of zeros for a kernel to write to."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def payloads(self, codec: Codec, numel: int, rows: int = WORKERS) -> Tensor:
-        """(rows, bytes) uint8, one payload of `numel` values each."""
+        """Returns encoded random values: a uint8 tensor of shape (rows, bytes), one payload in each row.
+
+        Args:
+            codec: Codec that encodes the values.
+            numel: Number of values in each payload.
+            rows: Number of payloads.
+        """
         made = torch.zeros(rows, codec.wire_nbytes(numel), dtype=torch.uint8, device=self._drawn_on)
         for seed, row in enumerate(made):
             codec.encode(self._values(100 + seed, numel), row)
@@ -118,13 +130,13 @@ class KernelInputs:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call, ready to be made.
+    """Call of a kernel with all of its tensors.
 
     Attributes:
-        run: Makes it; on CUDA it returns when the kernels are on the current stream.
-        reads: What the kernel must read, at least.
-        writes: What it must write; what is compared.
-        tolerance: Allowed difference over the largest magnitude; 0 wants the same bits.
+        run: Function that makes the call; on CUDA it returns when the kernels are queued on the current stream.
+        reads: Tensors that the kernel must read.
+        writes: Tensors that the kernel must write, which are compared with the reference's.
+        tolerance: Allowed difference, divided by the largest magnitude; 0 requires the same bits.
     """
 
     run: Callable[[], object]
@@ -134,7 +146,7 @@ class KernelCall:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that must be read and written at least."""
+        """Bytes that the call must read and write at least."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.reads, *self.writes))
 
 
@@ -142,18 +154,18 @@ CallMaker = Callable[[KernelSet, KernelInputs], KernelCall]
 
 
 def _cut(numel: int) -> tuple[int, int]:
-    """Elements of a piece, and pieces."""
+    """Divides a tensor into at most `OWNERS` pieces; returns (elements of a piece, number of pieces)."""
     width = -(-numel // (64 * OWNERS)) * 64
     return width, -(-numel // width)
 
 
 @dataclass(frozen=True, slots=True)
 class _Blockwise:
-    """The calls that there are for every block codec.
+    """Calls of the kernels of one block codec.
 
     Attributes:
-        codec: Whose payloads are written and read.
-        suffix: Behind the calls' names.
+        codec: Codec whose payloads are written and read.
+        suffix: Text at the end of the calls' names.
     """
 
     codec: BlockCodec
@@ -196,7 +208,11 @@ class _Blockwise:
         )
 
     def calls(self, *names: str) -> dict[str, CallMaker]:
-        """Those of these names, or all."""
+        """Returns name -> maker of the calls.
+
+        Args:
+            names: Names of the calls to return, such as `encode`; none for all.
+        """
         every: tuple[CallMaker, ...] = (
             self.encode, self.encode_pieces, self.decode_pieces, self.decode_reduce, self.reduce_encode
         )  # fmt: skip
@@ -209,7 +225,13 @@ class _Blockwise:
 
 
 def _dgc(parameters: int, of: KernelSet, given: KernelInputs) -> KernelCall:
-    """A hundredth of the elements of one parameter, or of each of several."""
+    """Returns a call of DGC's step, which selects a hundredth of the elements of each parameter.
+
+    Args:
+        parameters: Number of parameters into which the gradient is divided; 1 calls the kernel for one parameter.
+        of: Kernels to call.
+        given: Maker of the tensors.
+    """
     runs = [
         DgcRun(start, numel, -(-numel // 100))
         for start, numel in zip(*_parts(given.numel, parameters), strict=True)
@@ -229,14 +251,19 @@ def _dgc(parameters: int, of: KernelSet, given: KernelInputs) -> KernelCall:
 
 
 def _parts(numel: int, count: int) -> tuple[list[int], list[int]]:
-    """Starts and lengths of so many parts, the later ones longer."""
+    """Divides elements into parts of increasing length; returns the first element and the length of each part.
+
+    Args:
+        numel: Number of elements.
+        count: Number of parts.
+    """
     whole = sum(range(1, count + 1))
     bounds = [numel * done // whole for done in accumulate(range(1, count + 1), initial=0)]
     return bounds[:-1], [stop - start for start, stop in pairwise(bounds)]
 
 
 def _places(given: KernelInputs, count: int, seed: int) -> Tensor:
-    """(count) int32, ascending, none twice."""
+    """Returns `count` different indices into the gradient, ascending, as a 1-D int32 tensor."""
     stride = given.numel // count
     return torch.arange(count, device=given.device).mul_(stride).add_(seed % stride).to(torch.int32)
 
@@ -257,7 +284,7 @@ def _scatter_add(of: KernelSet, given: KernelInputs) -> KernelCall:
 
 
 def _matrices(numel: int, count: int) -> FactorRuns:
-    """Square matrices in a row, as large as fit; one at least."""
+    """Returns the layout of `count` square matrices, one after the other, as large as fit into `numel` elements."""
     runs = []
     for place in range(count):
         side = max(1, int((numel // count) ** 0.5))
@@ -340,4 +367,4 @@ CALLS: dict[str, CallMaker] = {
     "powersgd_restore_many": partial(_restore, True),
     "orthogonalize_many": _orthogonalize,
 }
-"""Name -> what makes the call, for every kind of device."""
+"""Name -> function that makes the call, for every kind of device."""

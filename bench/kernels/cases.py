@@ -1,4 +1,4 @@
-"""What `gradwire bench kernels` times: each kernel, the bytes it cannot avoid, and the best torch composition.
+"""Cases of `gradwire bench kernels`: each kernel, the bytes it must move, and the best composition in torch.
 
 Compositions are written as a careful user would: preallocated outputs, few passes, NumPy's packbits where it is
 faster than torch. Every case works on a few sets of buffers in turn, so that inputs come from memory.
@@ -26,20 +26,25 @@ WORKERS = 4
 RANK = 4
 DENSITY = 0.001
 Step = Callable[[int], object]
-"""One run on the buffers of set i."""
+"""Function (number of a set of buffers, below `SETS`) that runs once on these buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One row of the table."""
+    """Kernel to time, with a composition of torch's functions that computes the same.
+
+    A row of the table shows one case.
+    """
 
     name: str
     nbytes: float
-    """Bytes that must be read and written at least."""
+    """Bytes that the kernel must read and write at least."""
     ours: Step
+    """Run of the kernel."""
     composed: Step
+    """Run of the composition."""
     outputs: list[Tensor]
-    """What both write, one tensor a set, so that a test can compare them."""
+    """Tensors that both write, one for each set, so that a test can compare them."""
 
 
 def _randn(numel: int, device: torch.device) -> list[Tensor]:
@@ -47,7 +52,7 @@ def _randn(numel: int, device: torch.device) -> list[Tensor]:
 
 
 def _payloads(codec: BlockCodec, gradients: Sequence[Tensor]) -> Tensor:
-    """(workers, bytes) uint8."""
+    """Encodes gradients; returns a uint8 tensor of shape (workers, bytes), one payload in each row."""
     x = gradients[0]
     made = torch.empty(len(gradients), codec.wire_nbytes(x.numel()), dtype=torch.uint8, device=x.device)
     for gradient, payload in zip(gradients, made, strict=True):
@@ -56,7 +61,7 @@ def _payloads(codec: BlockCodec, gradients: Sequence[Tensor]) -> Tensor:
 
 
 def cast_case(numel: int, device: torch.device) -> KernelCase:
-    """Scale and cast to float16."""
+    """Returns the case of scaling a gradient and casting it to float16."""
     x, half, scaled = (
         _randn(numel, device),
         torch.empty(numel, dtype=torch.float16, device=device),
@@ -74,7 +79,7 @@ def cast_case(numel: int, device: torch.device) -> KernelCase:
 
 
 def onebit_encode_case(numel: int, device: torch.device) -> KernelCase:
-    """Signs and block scales of gradient + residual, and the new residual in place of the old."""
+    """Returns the case of 1-bit encoding: signs and block scales of gradient + residual; the residual is replaced."""
     g, e, p, signs = (_randn(numel, device) for _ in range(4))
     codec = OneBitCodec()
     payload = torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
@@ -101,14 +106,14 @@ def pack_bits(mask: Tensor) -> object:
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
-    """The inverse of `pack_bits`, as uint8."""
+    """Unpacks what `pack_bits` packed, as a uint8 tensor of zeros and ones."""
     if packed.is_cpu:
         return torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little"))
     return (packed[:, None] >> torch.arange(8, device=packed.device) & 1).view(-1)
 
 
 def onebit_decode_case(numel: int, device: torch.device) -> KernelCase:
-    """The sum of four workers' payloads."""
+    """Returns the case of decoding and adding four workers' 1-bit payloads."""
     codec, target, x = OneBitCodec(), _randn(numel, device), torch.randn(numel, device=device)
     payloads = _payloads(codec, [x] * WORKERS)
     split = codec.wire_nbytes(numel) - numel // 8
@@ -131,7 +136,7 @@ def onebit_decode_case(numel: int, device: torch.device) -> KernelCase:
 
 
 def quantize_case(bits: int, numel: int, device: torch.device) -> KernelCase:
-    """Block-wise min-max codes of a gradient."""
+    """Returns the case of encoding a gradient in block-wise min-max codes of `bits` bits."""
     x, codec = _randn(numel, device), QuantizeCodec(bits)
     payloads = [torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
     levels, split = 2**bits - 1, numel // 512 * 8
@@ -162,7 +167,7 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> KernelCase:
 
 
 def quantize_decode_case(bits: int, numel: int, device: torch.device) -> KernelCase:
-    """The sum of four workers' block-wise codes."""
+    """Returns the case of decoding and adding four workers' block-wise codes of `bits` bits."""
     codec, target, x = QuantizeCodec(bits), _randn(numel, device), torch.randn(numel, device=device)
     payloads = _payloads(codec, [x] * WORKERS)
     split = numel // 512 * 8
@@ -192,13 +197,13 @@ def quantize_decode_case(bits: int, numel: int, device: torch.device) -> KernelC
 
 
 def waterfill_blocks(numel: int, device: torch.device) -> Tensor:
-    """What a gradient of `waterfill_case` is multiplied with: blocks of 32 whose sizes differ, as in real gradients."""
+    """Returns factors for a gradient's elements that give blocks of 32 different magnitudes, as in real gradients."""
     exponents = torch.randn(-(-numel // 32), device=device)
     return torch.exp2(exponents).repeat_interleave(32)[:numel]
 
 
 def waterfill_case(bits: int, numel: int, device: torch.device) -> KernelCase:
-    """Codes of a gradient, of as many bits as each block of 32 gets."""
+    """Returns the case of encoding a gradient by waterfill, with `bits` bits a value on average."""
     x, codec = [each * waterfill_blocks(numel, device) for each in _randn(numel, device)], WaterfillCodec(bits)
     payloads = [torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
     return KernelCase(
@@ -211,7 +216,7 @@ def waterfill_case(bits: int, numel: int, device: torch.device) -> KernelCase:
 
 
 def waterfill_decode_case(bits: int, numel: int, device: torch.device) -> KernelCase:
-    """The sum of four workers' codes."""
+    """Returns the case of decoding and adding four workers' waterfill payloads."""
     codec, target = WaterfillCodec(bits), _randn(numel, device)
     x = [torch.randn(numel, device=device) * waterfill_blocks(numel, device) for _ in range(WORKERS)]
     payloads = _payloads(codec, x)
@@ -225,7 +230,7 @@ def waterfill_decode_case(bits: int, numel: int, device: torch.device) -> Kernel
 
 
 def dgc_case(numel: int, device: torch.device) -> KernelCase:
-    """Momentum correction, selection of a thousandth, and masking; the state in place."""
+    """Returns the case of a DGC step: momentum correction, selection of a thousandth, masking; the state in place."""
     g, u, v = (_randn(numel, device) for _ in range(3))
     magnitude = torch.empty(numel, device=device)
     k = int(DENSITY * numel)
@@ -254,7 +259,7 @@ def dgc_case(numel: int, device: torch.device) -> KernelCase:
 
 
 def powersgd_case(numel: int, device: torch.device) -> KernelCase:
-    """One square matrix, rank 4, against the local work of torch's powerSGD_hook with its own layout of factors."""
+    """Returns the case of PowerSGD's local work on a square matrix at rank 4, against that of torch's powerSGD_hook."""
     side = int(numel**0.5)
     g, e, copy = (_randn(side * side, device) for _ in range(3))
     q_rows, p_rows, q_sum = (torch.randn(RANK, side, device=device) for _ in range(3))
@@ -284,11 +289,11 @@ def powersgd_case(numel: int, device: torch.device) -> KernelCase:
 
 
 def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], KernelCase]]:
-    """Returns what makes each case, by name; buffers are made only when it is called.
+    """Returns name -> function that makes the case; buffers are made only when it is called.
 
     Args:
         numel: Elements of the gradient, a multiple of 1024.
-        device: Where to run.
+        device: Device to run on.
     """
     return {
         "fp16_encode": lambda: cast_case(numel, device),

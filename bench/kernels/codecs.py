@@ -1,4 +1,4 @@
-"""`gradwire bench codecs`: what number formats leave of real gradients, against the bits they take.
+"""`gradwire bench codecs` compares number formats by their error on real gradients and the bits that they take.
 
 The error is vNMSE: the squared norm of the difference over that of the gradient.
 
@@ -32,11 +32,11 @@ from gradwire.bench.terminal import (
 
 @dataclass(frozen=True, slots=True)
 class FormatErrors:
-    """One row of the first table."""
+    """Errors of one format on all gradients, a row of the first table."""
 
     name: str
     bits: float
-    """An element, of the largest gradient."""
+    """Bits of an element of the largest gradient, scales included."""
     errors: dict[str, float]
     """Task -> mean vNMSE of its gradients."""
     worst: float
@@ -44,13 +44,23 @@ class FormatErrors:
 
 
 def vnmse(x: Tensor, arrived: Tensor) -> float:
-    """Returns the squared norm of the difference over that of x; 0 where x is zero."""
+    """Returns the squared norm of the error divided by that of the gradient; 0 if the gradient is zero.
+
+    Args:
+        x: Gradient.
+        arrived: Gradient after encoding and decoding, of the same shape.
+    """
     whole = float(x.double().square().sum())
     return float((x.double() - arrived.double()).square().sum()) / whole if whole else 0.0
 
 
 def errors_of(each: Format, gradients: Mapping[str, Tensor]) -> FormatErrors:
-    """Returns what a format leaves out of each task's gradients."""
+    """Returns the errors of a format on the gradients of each task.
+
+    Args:
+        each: Format to apply.
+        gradients: Name -> gradient; the task is the part of the name before the slash.
+    """
     found: dict[str, list[float]] = {}
     for name, gradient in gradients.items():
         found.setdefault(name.split("/")[0], []).append(vnmse(gradient, each.approximate(gradient)))
@@ -105,7 +115,7 @@ def main(argv: list[str]) -> int:
     """Runs `gradwire bench codecs` and returns its exit status.
 
     Args:
-        argv: Words after `codecs`.
+        argv: Words of the command line after `codecs`.
     """
     options = _parser().parse_args(argv)
     try:

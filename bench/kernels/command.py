@@ -1,4 +1,4 @@
-"""`gradwire bench kernels`: how fast the compressors' kernels are, against memory and against torch.
+"""`gradwire bench kernels` compares the speed of the compressors' kernels with that of a copy and of torch.
 
 `of_floor` is the share of the measured copy bandwidth that a kernel reaches on the bytes it cannot avoid; it may
 exceed 1 where a kernel reads more than it writes. `speedup` is over the best torch composition, timed in turns with
@@ -32,21 +32,26 @@ _HEAD_START_CYCLES = 2_000_000
 DEFAULT_NUMEL = 25 * 1024 * 1024 // 4
 """25 MiB of float32: the size of DDP's bucket."""
 _MOST_NUMEL = 2**31 - 1024
-"""The kernels count elements in 32 bits where they write positions."""
+"""Upper limit of elements: kernels that write positions count elements in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelResult:
-    """One row of the table."""
+    """Speed of one kernel, a row of the table."""
 
     kernel: str
     nbytes: int
     """Bytes the kernel must read and write at least."""
     seconds: float
+    """Time of the fastest run."""
     composed_seconds: float
+    """Time of the fastest run of the torch composition."""
     bytes_per_second: float
+    """`nbytes` divided by `seconds`."""
     of_floor: float
+    """`bytes_per_second` divided by that of a copy."""
     speedup: float
+    """`composed_seconds` divided by `seconds`."""
 
 
 def _seconds(step: Step, turn: int, device: torch.device) -> float:
@@ -67,9 +72,12 @@ def best_seconds(steps: Sequence[Step], repeats: int, device: torch.device) -> l
     """Times steps in turns, and returns the fastest run of each.
 
     Args:
-        steps: Each takes the number of a set of buffers, below `SETS`.
-        repeats: Runs of each that count; two before them touch new pages and fill caches.
-        device: Where they run.
+        steps: Functions to time, each called with the number of a set of buffers, below `SETS`.
+        repeats: Number of runs of each that count; two before them touch new pages and fill caches.
+        device: Device on which they run.
+
+    Returns:
+        Seconds of the fastest run of each step.
     """
     best = [float("inf")] * len(steps)
     for turn in range(repeats + 2):
@@ -84,9 +92,9 @@ def measure(case: KernelCase, buffers: list[tuple[Tensor, Tensor]], repeats: int
     """Times one case, its composition and a copy in turns.
 
     Args:
-        case: What to time.
-        buffers: Pairs of tensors of the gradient's size, for the copy.
-        repeats: Runs of each; the fastest counts.
+        case: Case to time.
+        buffers: Pairs (target, source) of tensors of the gradient's size, for the copy.
+        repeats: Number of runs of each, of which the fastest counts.
     """
     device = buffers[0][0].device
 
@@ -138,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses what cannot be measured or written.
+    """Checks that the options have sensible values, and that the files can be written.
 
     Raises:
         ValueError: A value does not fit; the message names it.
@@ -158,7 +166,7 @@ def main(argv: list[str]) -> int:
     """Runs `gradwire bench kernels` and returns its exit status.
 
     Args:
-        argv: Words after `kernels`.
+        argv: Words of the command line after `kernels`.
     """
     options = _parser().parse_args(argv)
     device = torch.device(options.device)

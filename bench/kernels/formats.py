@@ -25,18 +25,18 @@ MX_BLOCK = 32
 FILLED = ((32, 4096), (16, 16384), (64, 16384), (32, 65536))
 """(elements of a block, elements among which `filled` shares out its bits) beside `waterfill`'s 32 and 16,384."""
 MOST_BITS = 8
-"""The most bits of an element in `filled`."""
+"""Upper limit of the bits of an element in `filled`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One row of the table."""
+    """Number format for gradients, a row of the table."""
 
     name: str
     bits: Callable[[int], float]
-    """Elements -> bits an element, scales included."""
+    """Function from a gradient's number of elements to the bits of an element, scales included."""
     approximate: Callable[[Tensor], Tensor]
-    """(n) float32 -> what arrives."""
+    """Function from a 1-D float32 gradient to what is left of it after encoding and decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Minifloat:
 
     @property
     def bits(self) -> int:
-        """Bits of a value."""
+        """Bits of a value: sign, exponent and mantissa."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     def round(self, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def filled(bits: int, block: int, group: int, x: Tensor) -> Tensor:
 
 
 def through(codec: Codec, x: Tensor) -> Tensor:
-    """What arrives of x, by a codec's own payload."""
+    """Encodes a gradient with a codec and returns the decoded payload."""
     payload, arrived = torch.empty(codec.wire_nbytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
     codec.encode(x, payload)
     codec.decode(payload, arrived)
