@@ -60,12 +60,13 @@ class StallReport:
     """Report of a rank without progress.
 
     Attributes:
-        launches: Number of launches that it has started.
+        launches: Number of launches that the rank has started.
         seconds: Time without progress.
-        number: Launch in which it waits, from 0; None if it waits in none, or does not know (on CUDA).
-        phase: Phase of that launch: `reduce_scatter intra_node`.
-        bucket: Bucket of that launch, with its parameters.
-        where: Line in which its training thread is: `train.py:88 in load`.
+        number: Number of the launch in which the rank waits, from 0; None if it does not wait, or on CUDA, where the
+            host does not know it.
+        phase: Phase of that launch: `reduce_scatter intra_node`; None if it is not known.
+        bucket: Bucket of that launch in words, with its parameters; None if it is not known.
+        where: Line of the training thread: `train.py:88 in load`; None if it is not known.
     """
 
     launches: int
@@ -81,10 +82,10 @@ _REPORT: MessageType[StallReport] = MessageType(StallReport)
 
 @dataclass(frozen=True, slots=True)
 class StallDiagnosis:
-    """Meaning of the reports of all ranks.
+    """Diagnosis of a stall from the reports of all ranks.
 
     Attributes:
-        text: One sentence for the log.
+        text: Sentence for the log that names the ranks and the bucket.
         late: Ranks for which the others wait, stragglers and silent ones; empty if all have reached the bucket.
     """
 
@@ -95,7 +96,7 @@ class StallDiagnosis:
 def diagnose(
     reports: Mapping[int, StallReport], hostnames: Sequence[str], ranks: Sequence[int], *, on_cuda: bool = False
 ) -> StallDiagnosis | None:
-    """Returns what the reports of all ranks mean; None if no rank waits for another.
+    """Returns the diagnosis of a stall from the reports of all ranks; None if no rank waits for another.
 
     Args:
         reports: Rank of the communicator -> its report, of the ranks that have published one.

@@ -80,12 +80,12 @@ def offset(first: Sequence[Round], other: Sequence[Round]) -> Offset:
 
 
 def aligned(seconds: float, before: Offset, after: Offset) -> float:
-    """Converts a time of a rank's clock to rank 0's.
+    """Converts a time of a rank's clock to rank 0's clock, by linear interpolation between two measured offsets.
 
     Args:
         seconds: Time by the rank's clock.
-        before: Offset that was measured before.
-        after: Offset that was measured after.
+        before: Offset of the rank's clock to rank 0's, measured before the trace.
+        after: The same offset, measured after the trace.
     """
     share = 0.0 if after.at == before.at else (seconds - before.at) / (after.at - before.at)
     return seconds - before.seconds - share * (after.seconds - before.seconds)

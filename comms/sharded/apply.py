@@ -349,6 +349,7 @@ def _error_of(
         replicas: The mesh of the replicas as the caller gave it.
         config: The configuration with the caller's options.
     """
+    # Check the model, then the options.
     if not param_groups:
         return NOT_SHARDED
     if sharded_roots(model) > 1:
@@ -363,6 +364,7 @@ def _error_of(
         )
     if (unfit := unfit_option(config)) is not None:
         return unfit
+    # Compare the options and `replicas` with the meshes of the model: replicated, sharded without and with replicas.
     if replicas is None and (ranks := _replicated_over(param_groups)):
         if len(ranks) > 1:
             return (

@@ -73,9 +73,11 @@ class LinkState:
 
 
 def connection_states() -> dict[str, LinkState]:
-    """Reads `own address>peer's` -> counters of this process's TCP connections between them, for peers on other hosts.
+    """Reads the kernel's counters of this process's TCP connections with other hosts.
 
-    Empty if the kernel is older than 5.4, or does not show the process's descriptors.
+    Returns:
+        `own address>peer's address` -> sum of the counters of the connections between the two; empty if the kernel is
+        older than 5.4, or does not show the process's descriptors.
     """
     found: dict[str, LinkState] = {}
     for own, peer, connection in outside_connections():

@@ -37,7 +37,7 @@ class Cycle:
     """Collectives that a model issues in the same order in each step.
 
     Attributes:
-        group: Name of their group.
+        group: Name of the process group of the collectives.
         operation: Part of the operation's name: `all_reduce`, `reduce_scatter`.
         numels: Number of elements of each collective.
         names: Parameters of each collective: `gradients of 1.bias to 1.weight`.

@@ -225,7 +225,7 @@ class StragglerFinder:
         self._named: set[int] = set()
 
     def receive(self, statuses: Mapping[int, RankStatus]) -> list[WatchStraggler]:
-        """Adds the newest statuses.
+        """Adds the newest statuses, cuts the time into slices, and names stragglers.
 
         Args:
             statuses: Rank -> its newest status.
