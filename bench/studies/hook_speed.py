@@ -73,16 +73,17 @@ COLUMNS = ("cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit"
 
 @dataclass(frozen=True, slots=True)
 class HookSpeedResult:
-    """What one configuration came to on one cluster: medians over the rounds.
+    """Holds the figures of one configuration on one cluster: medians over the rounds.
 
     Attributes:
         case: Name of the cluster.
-        name: Of the configuration.
-        seconds: Of the slowest rank.
-        nic_nbytes: Most that a node sent or received.
+        name: Name of the configuration.
+        seconds: Duration of a step on the slowest rank.
+        nic_nbytes: Bytes sent or received by the busiest node, whichever is more.
         nic_share: `nic_nbytes` over the lower bound 2(N-1)/N * S of equal links.
-        limit_share: The link's limit in seconds over `seconds`.
-        link_share: The same with headers counted, without the seconds of a step that averages nothing.
+        limit_share: Seconds that the links need at least, over `seconds`.
+        link_share: Seconds that the links need with headers, over `seconds` without those of a step that averages
+            nothing.
         speed_up: Seconds of plain DDP over `seconds`.
     """
 
@@ -96,7 +97,7 @@ class HookSpeedResult:
     speed_up: float
 
     def cells(self) -> list[str]:
-        """As in `COLUMNS`."""
+        """Returns the figures as cells of a table row, in the order of `COLUMNS`."""
         shares = (f"{each:.2f}" for each in (self.limit_share, self.link_share, self.speed_up))
         figures = f"{self.seconds:.3f}", f"{self.nic_nbytes / 1e6:.2f}", f"{self.nic_share:.3f}"
         return [self.case, self.name, *figures, *shares]
@@ -129,13 +130,13 @@ class OneBucket(nn.Module):
         self.weight = nn.Parameter(torch.zeros(shape))
 
     def forward(self, gradient: Tensor) -> Tensor:
-        """The loss whose gradient is `gradient`, a float32 tensor of the weight's shape."""
+        """Returns a loss whose gradient is `gradient`, a float32 tensor of the weight's shape."""
         loss: Tensor = Given.apply(self.weight, gradient)  # type: ignore[no-untyped-call]
         return loss
 
 
 def matrix_shape(numel: int) -> tuple[int, int]:
-    """The matrix of so many elements that is nearest to a square: PowerSGD leaves what has one dimension alone."""
+    """Returns the shape nearest to a square with `numel` elements, as PowerSGD does not compress one dimension."""
     rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
     return rows, numel // rows
 
@@ -147,7 +148,14 @@ def _ddp(shape: tuple[int, ...]) -> DistributedDataParallel:
 
 
 def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name: str) -> Configuration:
-    """A configuration of one forward and backward pass; before the timed rounds it must give `mean`, unless None."""
+    """Makes a configuration of one forward and backward pass.
+
+    Args:
+        model: Model of one bucket.
+        own: Gradient of this rank.
+        mean: Averaged gradient that the first step has to give, else it raises RuntimeError; None checks nothing.
+        name: Name of the configuration.
+    """
 
     def step(number: int) -> None:
         model.zero_grad(set_to_none=False)
@@ -159,7 +167,7 @@ def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name
 
 
 def _keep(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A comm hook that averages nothing."""
+    """Returns the bucket as it is: a comm hook that averages nothing."""
     kept: torch.futures.Future[Tensor] = torch.futures.Future()
     kept.set_result(bucket.buffer())
     return kept
@@ -168,7 +176,14 @@ def _keep(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 def configurations(
     place: ForkedRank, numel: int, node_rates: Sequence[float], compressors: Sequence[str]
 ) -> list[Configuration]:
-    """Who averages one bucket; all ranks make them in the same order."""
+    """Makes the configurations that average one bucket, on all ranks in the same order.
+
+    Args:
+        place: This rank of the forked job.
+        numel: Number of float32 in the bucket.
+        node_rates: Bytes per second of each node's link.
+        compressors: Names of compressors to compare in place of other exact configurations; may be empty.
+    """
     # Integers whose mean is exact in float32 in whatever order they are added.
     own = torch.arange(numel, dtype=torch.float32).remainder_(1021).mul_(place.world_size).add_(place.rank)
     mean = own - place.rank + (place.world_size - 1) / 2
@@ -204,7 +219,7 @@ def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | 
 
 
 def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float | None) -> Configuration:
-    """A configuration that compresses normally distributed gradients; its dense start is among the rounds left out."""
+    """Makes a configuration that compresses normally distributed gradients; its dense start is not timed."""
     model = _ddp(shape)
     _hook(model, rate, name)
     own = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
@@ -216,11 +231,11 @@ def _all_reduce(flat: Tensor) -> None:
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 tells the figures.
+    """Runs one rank's part of the comparison; rank 0 reports the figures. Returns its exit status.
 
     Args:
-        place: Where this rank is.
-        arguments: Elements in the bucket, rounds, bytes per second of each node's link, compressors.
+        place: This rank of the forked job.
+        arguments: Elements in the bucket, rounds, bytes per second of each node's link with commas, compressors.
     """
     numel, rounds, node_rates = int(arguments[0]), int(arguments[1]), [float(each) for each in arguments[2].split(",")]
     return tell_turns(place, lambda _: configurations(place, numel, node_rates, arguments[3:]), rounds=rounds, warmup=2)
@@ -232,11 +247,11 @@ def measure(
     """Runs all configurations on one emulated cluster.
 
     Args:
-        case: A key of `CASES`.
+        case: Name of the cluster, a key of `CASES`.
         nic: Rate of each node's link; one for all, or one for each with commas.
-        numel: float32 elements in the bucket.
-        rounds: Timed rounds.
-        compressors: Compare these, instead of what runs without one.
+        numel: Number of float32 elements in the bucket.
+        rounds: Number of timed rounds.
+        compressors: Names of compressors to compare in place of other exact configurations; may be empty.
         path: Delay and loss between the nodes.
 
     Raises:

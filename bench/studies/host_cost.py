@@ -63,13 +63,13 @@ COMPRESSORS: dict[str, dict[str, bool | int | float | str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class HostCost:
-    """Of one bucket.
+    """Holds the host's cost of one bucket.
 
     Attributes:
         plan: Name of the plan.
         compressor: Name of the compressor.
-        microseconds: Of the thread's processor time, the fastest round.
-        calls: How often CUDA and NCCL would be called, by name.
+        microseconds: Processor time of the training thread for a bucket, in the fastest round.
+        calls: Name of a call of CUDA or NCCL -> number of calls for a bucket.
     """
 
     plan: str
@@ -92,7 +92,7 @@ class _NoWork:
 
 
 class _NoGroup:
-    """Every method of torch's NCCL group, doing nothing."""
+    """Stands for torch's NCCL group: every method counts its call and does nothing."""
 
     def __init__(self, calls: "collections.Counter[str]") -> None:
         self._calls = calls
@@ -107,7 +107,7 @@ class _NoGroup:
 
 
 class _NoStreams(SideStreams):
-    """Side streams without CUDA."""
+    """Stands for CUDA's side streams: counts the calls of events and streams, and does nothing."""
 
     def __init__(self, calls: "collections.Counter[str]") -> None:
         self._calls = calls
@@ -137,7 +137,7 @@ class _NoStreams(SideStreams):
 
 
 class _NoKernels:
-    """Every kernel, doing nothing but what others need: places that lie in the shard."""
+    """Stands for all kernels: they do nothing, but for dgc's indices, which are set to 0 so that they are valid."""
 
     def dgc_step_many(self, *arguments: Any) -> None:
         *_, indices, _values = arguments
@@ -149,7 +149,7 @@ class _NoKernels:
 
 
 class _OnCuda(Bucket):
-    """A bucket whose future has no callback, as on CUDA."""
+    """Represents a bucket whose future has no callback, as on CUDA."""
 
     def result(self) -> Any:
         if self.future is None:
@@ -170,11 +170,11 @@ def host_cost(
 
     Args:
         nodes: Number of nodes.
-        gpus: GPUs of each.
+        gpus: Number of GPUs of each node.
         plan: `flat` or `hierarchical`.
-        compressor: Its name; `none` is exact.
-        device: A CUDA device, whose streams and kernels are then real; on a CPU nothing stands in for them.
-        rounds: So often is the time of `STEPS` steps measured; who wants the calls alone says 1.
+        compressor: Name of the compressor; `none` is exact.
+        device: On a CUDA device streams and kernels are real; on a CPU they are replaced by calls that do nothing.
+        rounds: Number of rounds of `STEPS` steps that are timed; 1 is enough to count calls.
     """
     with patch.dict(dispatch.KERNELS_ON, {"cpu": cast(Any, _NoKernels())}):
         return _measured(nodes, gpus, plan, compressor, device, rounds)
@@ -220,7 +220,7 @@ def _measured(nodes: int, gpus: int, plan: str, compressor: str, device: torch.d
 def _communicator(
     nodes: int, gpus: int, plan: str, name: str, calls: "collections.Counter[str]", device: torch.device
 ) -> tuple[Communicator, Compressor | None]:
-    """Rank 0's communicator of a cluster that is not there, as it would be on CUDA."""
+    """Makes rank 0's communicator of an imaginary cluster, as on CUDA, and its compressor (None for `none`)."""
     size = nodes * gpus
 
     def peer_infos(store: object, own: PeerInfo, *arguments: object) -> PeerInfos:
@@ -251,7 +251,7 @@ def _layout(number: int) -> Layout:
 
 
 def table(costs: Sequence[HostCost]) -> str:
-    """A table in Markdown."""
+    """Returns the costs as a table in Markdown."""
     rows = [["plan", "compressor", "us a bucket", "calls of CUDA and NCCL"]]
     for cost in costs:
         rows.append([cost.plan, cost.compressor, f"{cost.microseconds:.0f}", f"{sum(cost.calls.values()):g}"])

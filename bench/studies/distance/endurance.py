@@ -34,7 +34,7 @@ ASKED_EVERY = 25
 
 
 class _Heard(logging.Handler):
-    """Keeps what gradwire warns of."""
+    """Collects the messages of gradwire's warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -45,12 +45,12 @@ class _Heard(logging.Handler):
 
 
 def endure(place: ForkedRank, steps: int, seconds: float) -> dict[str, object]:
-    """Trains a tiny model with `elastic`; returns what this rank has seen.
+    """Trains a tiny model with `elastic`; returns this rank's steps, seconds, stragglers and warnings.
 
     Args:
-        place: Where this rank is.
-        steps: At most.
-        seconds: After which it ends, whatever has been done.
+        place: This rank of the forked job.
+        steps: Maximum number of steps.
+        seconds: Time limit, checked every `ASKED_EVERY` steps.
     """
     heard = _Heard()
     logging.getLogger("gradwire").addHandler(heard)
@@ -81,11 +81,11 @@ def endure(place: ForkedRank, steps: int, seconds: float) -> dict[str, object]:
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; prints what it has seen as JSON.
+    """Runs one rank's part and prints its result as JSON; returns its exit status.
 
     Args:
-        place: Where this rank is.
-        arguments: Steps, and seconds.
+        place: This rank of the forked job.
+        arguments: Maximum number of steps, and time limit in seconds.
     """
     torch.set_num_threads(1)
     place.connect(TIMEOUT)
@@ -95,7 +95,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Trains and prints; returns the exit status."""
+    """Trains and prints each rank's result; returns 1 if a rank was named, lost or warned of, else 0."""
     parser = StudyParser("distance.endurance", __doc__)
     parser.add_argument("--nic", default="100mbit")
     parser.add_argument("--delay", default="75ms", help="one way")

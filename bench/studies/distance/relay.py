@@ -22,7 +22,7 @@ from gradwire.bench.studies.shared.parser import StudyParser
 
 PORT = 5000
 SEGMENT_NBYTES = 1448
-"""Of payload, at MTU 1500 with TCP's time stamps."""
+"""Payload of a segment at MTU 1500 with TCP's time stamps."""
 MATHIS_CONSTANT = 1.22
 
 
@@ -40,7 +40,14 @@ def _send(link: socket.socket, seconds: float, congestion: str) -> None:
 
 
 def _receive(link: socket.socket, seconds: float, received: list[int], number: int) -> None:
-    """Counts the bytes of the last three quarters of the time: slow start is not what is asked for."""
+    """Counts the bytes received in the last three quarters of the time, without TCP's slow start.
+
+    Args:
+        link: Connection to read until its end.
+        seconds: Duration of the measurement.
+        received: Bytes of each stream; entry `number` is changed in place.
+        number: Index of this stream.
+    """
     started = time.monotonic()
     while data := link.recv(1 << 18):
         if started + seconds / 4 < time.monotonic() < started + seconds:
@@ -48,7 +55,11 @@ def _receive(link: socket.socket, seconds: float, received: list[int], number: i
 
 
 def rank_main(words: Sequence[str]) -> None:
-    """What a node does: node 0 sends, node 1 receives, and both do both with `both`."""
+    """Runs a node's part: node 0 sends and node 1 receives, or both do both; prints Mbit/s of each stream as JSON.
+
+    Args:
+        words: Node, seconds, number of streams, TCP's congestion control, `both` or `one`.
+    """
     rank, seconds, streams, congestion, both = (
         int(words[0]),
         float(words[1]),
@@ -86,10 +97,17 @@ def _connect() -> socket.socket:
 def measure(
     nic: str, path: PathOptions, *, seconds: float, streams: int, both: bool
 ) -> tuple[list[list[float]], float]:
-    """Runs streams over an emulated path.
+    """Measures TCP streams over an emulated path.
+
+    Args:
+        nic: Rate of each node's link.
+        path: Delay and loss between the two nodes.
+        seconds: Duration of the measurement.
+        streams: Number of streams.
+        both: True sends in both directions.
 
     Returns:
-        Mbit/s of each stream, by receiving node, and the processor time of the relay over the wall time.
+        (Mbit/s of each stream, by receiving node; processor time of the relay over the wall time).
     """
     module = "gradwire.bench.studies.distance.relay"
     with EmulatedCluster([1, 1], nic, path=path, carrier="relay") as cluster:

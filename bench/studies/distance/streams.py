@@ -38,7 +38,7 @@ GLOO = "gloo"
 
 
 def gloo(place: ForkedRank, store: Store, numel: int) -> Configuration:
-    """Gloo's all-reduce, as plain DDP has it."""
+    """Makes the configuration of gloo's all-reduce, which plain DDP uses, of `numel` float32."""
     group = make_gloo(PrefixStore("gloo", store), place.rank, len(place.nodes), TIMEOUT, (place.interface,))
     flat = torch.ones(numel)
 
@@ -49,7 +49,14 @@ def gloo(place: ForkedRank, store: Store, numel: int) -> Configuration:
 
 
 def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> Configuration:
-    """The hook's sum over so many connections; 0: as many as it takes of itself, after its look at the links."""
+    """Makes the configuration of gradwire's exact sum over a number of connections.
+
+    Args:
+        place: This rank of the forked job.
+        store: Store of the default group.
+        numel: Number of float32 that are summed.
+        connections: Number of connections; 0 leaves it to gradwire, which probes the links.
+    """
     name = f"gradwire, {connections or 'chosen'}"
     config = Config.from_env(timeout=TIMEOUT, transport=f"gloo:{connections}" if connections else "gloo")
     communicator = Communicator(store, place.rank, len(place.nodes), torch.device("cpu"), config, name=name)
@@ -63,11 +70,11 @@ def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> C
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part.
+    """Runs one rank's part of the comparison; returns its exit status.
 
     Args:
-        place: Where this rank is.
-        arguments: Elements, rounds, connections to try with commas.
+        place: This rank of the forked job.
+        arguments: Number of elements, number of rounds, numbers of connections to try with commas between them.
     """
     numel, rounds, counts = int(arguments[0]), int(arguments[1]), [int(count) for count in arguments[2].split(",")]
 
@@ -80,16 +87,16 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 def measure(
     nic: str, path: PathOptions, numel: int, rounds: int, congestion: str, connections: str, nodes: int = 2
 ) -> dict[str, float]:
-    """Median seconds of every configuration between nodes.
+    """Runs all configurations on an emulated cluster of nodes with one rank, and returns name -> median seconds.
 
     Args:
         nic: Rate of each node's link.
-        path: Between them.
-        numel: Of the float32 that are summed.
-        rounds: Turns of each configuration.
-        congestion: See `EmulatedCluster`.
-        connections: To try, with commas.
-        nodes: How many.
+        path: Delay and loss between the nodes.
+        numel: Number of float32 that are summed.
+        rounds: Number of rounds of each configuration.
+        congestion: Name of TCP's congestion control, see `EmulatedCluster`.
+        connections: Numbers of connections to try, with commas between them.
+        nodes: Number of nodes.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -107,7 +114,7 @@ def measure(
 
 
 def predicted(nic: str, round_trip_seconds: float, loss: float, numel: int, nodes: int) -> float:
-    """Seconds that the model of `gradwire predict --rtt --loss` gives for the exact sum, one rank a node."""
+    """Returns the seconds that `gradwire predict --rtt --loss` would predict for the exact sum, one rank a node."""
     bare = Link(TCP_ALPHA_SECONDS, parse_rate(nic, "--nic") * DATA_SHARE / 8)
     link = over_distance(bare, nodes, round_trip_seconds, loss)
     messages = 2 * (nodes - 1)
