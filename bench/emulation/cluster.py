@@ -203,15 +203,15 @@ class EmulatedCluster:
                 `200mbit,200mbit,50mbit`. `100mbit+100mbit` gives each node two NICs, eth0 and eth1, each in a network
                 of its own. None leaves the links unlimited.
             mtu: Largest packet on the links, in bytes; 576 to 65535.
-            names: What the nodes' names resolve to on each node: `all` to their addresses, `own` as Debian has it, a
+            names: Resolution of the nodes' names on each node: `all` to their addresses, `own` as Debian has it, a
                 node's own to 127.0.1.1 and no others, `none` to nothing.
-            network: Of the nodes' addresses: 16 bits of IPv4, or 64 of IPv6, with nothing but IPv6 on the nodes then.
+            network: Network of the nodes' addresses, with a prefix of 16 bits of IPv4, or 64 of IPv6 (no IPv4 then).
                 No node has a route out of it.
             path: Delay, jitter, loss and queues between the nodes; None for a network without any, whose links hold
                 200 ms.
-            congestion: How the nodes' TCP reacts to loss: a name of net.ipv4.tcp_available_congestion_control. None
+            congestion: Congestion control of the nodes' TCP, a name of net.ipv4.tcp_available_congestion_control. None
                 leaves the machine's own, which is `cubic` unless somebody changed it.
-            carrier: Of packets between nodes with a `path`: the kernel's `netem`, a compiled `relay` in place of its
+            carrier: Carrier of packets between nodes with a `path`: the kernel's `netem`, a `relay` in place of its
                 bridge, or `auto`, which is netem where the kernel has it and there is no seed.
 
         Raises:
@@ -234,7 +234,7 @@ class EmulatedCluster:
         if (reason := available()) is not None:
             raise RuntimeError(f"cannot emulate a cluster here: {reason}")
         self.carrier = check_carrier(carrier, self.paths)
-        """What carries packets between nodes with a `path`: `netem` or `relay`; `auto` without one."""
+        """Carrier of the packets between nodes with a `path`, `netem` or `relay`; `auto` without one."""
         self._runs = 0
         self._stack = contextlib.ExitStack()
         try:

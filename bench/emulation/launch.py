@@ -30,7 +30,7 @@ class JobOutcome:
     returncodes: tuple[int, ...]
     """Exit statuses by rank, as subprocess gives them: -9 for a rank that SIGKILL ended."""
     output: tuple[str, ...]
-    """What each rank printed, stdout and stderr in the order printed; empty where the output was passed through raw."""
+    """Output of each rank, stdout and stderr in the order printed; empty if the ranks wrote it themselves (`raw`)."""
     seconds: float
     """Seconds from the first rank's start to the last rank's end."""
     first_failure: int | None

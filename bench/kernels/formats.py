@@ -1,7 +1,7 @@
-"""Number formats that gradients could travel in: what each leaves of a gradient, and the bits that it takes.
+"""Number formats for sending gradients, with their error and the bits that they take, for choosing a codec.
 
-References in a few lines of torch, to choose a codec by: those that gradwire sends are its own codecs, the others are
-nowhere else in the package. Every one has a size that depends on the number of elements alone.
+Formats that gradwire sends are its own codecs; the others are references in a few lines of torch, and exist only here.
+The size of each depends on the number of elements only.
 """
 
 import math
@@ -79,21 +79,24 @@ def _power_of_two_floor(x: Tensor) -> Tensor:
 
 
 def mx(element: Minifloat, x: Tensor) -> Tensor:
-    """A power of two for each 32 values. Source: OCP MX Specification 1.0, section 6.3."""
+    """Rounds a gradient to MX: small floats with a power of two as the scale of each 32 values.
+
+    Source: OCP MX Specification 1.0, section 6.3.
+    """
     blocks = _blocks(x, MX_BLOCK)
     scale = _power_of_two_floor(blocks.abs().amax(1, keepdim=True)) / _power_of_two_floor(torch.tensor(element.largest))
     return _flat(element.round(blocks / scale) * scale, x.numel())
 
 
 def mxint8(x: Tensor) -> Tensor:
-    """MXINT8: fixed-point values of at most 127/64, and a power of two for each 32 of them."""
+    """Rounds a gradient to MXINT8: fixed-point values of at most 127/64, with a power of two for each 32 of them."""
     blocks = _blocks(x, MX_BLOCK)
     scale = _power_of_two_floor(blocks.abs().amax(1, keepdim=True))
     return _flat((blocks / scale * 64).round().clamp(-127, 127) / 64 * scale, x.numel())
 
 
 def fp8(element: Minifloat, block: int, x: Tensor) -> Tensor:
-    """A float32 scale for each block, so that its largest value becomes the format's largest."""
+    """Rounds a gradient to small floats with a float32 scale for each block, set by its largest value."""
     blocks = _blocks(x, block)
     most = blocks.abs().amax(1, keepdim=True)
     scale = torch.where(most > 0, most / element.largest, 1.0)
@@ -101,7 +104,10 @@ def fp8(element: Minifloat, block: int, x: Tensor) -> Tensor:
 
 
 def nvfp4(x: Tensor) -> Tensor:
-    """E2M1 with an E4M3 scale for each 16 values and a float32 for all. Source: NVIDIA, NVFP4, 2025."""
+    """Rounds a gradient to NVFP4: E2M1 with an E4M3 scale for each 16 values and a float32 scale for all.
+
+    Source: NVIDIA, NVFP4, 2025.
+    """
     blocks = _blocks(x, 16)
     most = blocks.abs().amax(1, keepdim=True)
     whole = float(most.max()) / (E2M1.largest * E4M3.largest) or 1.0
@@ -110,7 +116,7 @@ def nvfp4(x: Tensor) -> Tensor:
 
 
 def uniform(bits: int, block: int, x: Tensor) -> Tensor:
-    """2^bits - 1 even steps around zero, up to the largest magnitude of each block, which is a bfloat16."""
+    """Rounds a gradient to 2^bits - 1 even steps around zero, up to each block's largest magnitude, a bfloat16."""
     blocks, levels = _blocks(x, block), 2 ** (bits - 1) - 1
     most = blocks.abs().amax(1, keepdim=True).bfloat16().float()
     unit = torch.where(most > 0, most / levels, 1.0)
@@ -139,7 +145,7 @@ def _nearest(x: Tensor, levels: Tensor) -> Tensor:
 
 
 def gaussian(bits: int, block: int, x: Tensor) -> Tensor:
-    """The best levels for normal values, times each block's root of the mean square, which is a bfloat16."""
+    """Rounds a gradient to `gaussian_levels`, scaled by the root mean square of each block, which is a bfloat16."""
     blocks = _blocks(x, block)
     scale = blocks.square().mean(1, keepdim=True).sqrt().bfloat16().float()
     return _flat(_nearest(blocks / torch.where(scale > 0, scale, 1.0), gaussian_levels(bits)) * scale, x.numel())
@@ -157,7 +163,7 @@ def hadamard(blocks: Tensor) -> Tensor:
 
 
 def rotated(bits: int, block: int, x: Tensor) -> Tensor:
-    """`gaussian` of randomly signed and rotated blocks, whose values are nearly normal whatever they were before.
+    """Rounds a gradient by `gaussian` after random signs and a rotation, which make any block's values nearly normal.
 
     Source: Suresh et al., Distributed Mean Estimation with Limited Communication, ICML 2017, section 4.
     """
@@ -168,14 +174,15 @@ def rotated(bits: int, block: int, x: Tensor) -> Tensor:
 
 
 def fill(scales: Tensor, increments: int) -> Tensor:
-    """Shares out bits between blocks: each goes to the block whose error it lessens most.
+    """Divides bits among blocks: each bit goes to the block whose error it reduces most.
 
-    A bit for a value quarters a block's squared error, so that a block whose values are twice as large has one more.
-    Sender and receiver do this alike, from scales that both have; of equals the first block is first.
+    One more bit for each value of a block divides the block's squared error by four, so a block whose values are twice
+    as large gets one bit more. Sender and receiver compute the same from the same scales; of equal blocks the first is
+    preferred.
 
     Args:
-        scales: (groups, blocks) float32, a power of 2^(1/8) each, or 0.
-        increments: Bits a value to share out between the blocks of a group.
+        scales: Scale of each block, float32 of shape (groups, blocks), each a power of 2^(1/8) or 0.
+        increments: Sum of the bits a value of all blocks in a group.
 
     Returns:
         (groups, blocks) int64: each block's bits a value, 0 to `MOST_BITS`; each row's sum is `increments`.
@@ -191,7 +198,7 @@ def fill(scales: Tensor, increments: int) -> Tensor:
 
 
 def filled(bits: int, block: int, group: int, x: Tensor) -> Tensor:
-    """Even levels up to each block's largest magnitude, as many as `fill` gives it; `bits` a value on average.
+    """Rounds a gradient to even levels in each block, with the bits that `fill` gives it, `bits` a value on average.
 
     A block's scale is its largest magnitude, rounded up to a power of 2^(1/8), in 8 bits; a group has one float32.
     Scales that are more than 2^31 apart would not fit and count as zero.

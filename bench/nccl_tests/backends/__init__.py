@@ -1,1 +1,1 @@
-"""What runs the collectives that `gradwire bench` times: one file for each library."""
+"""Backends that run the collectives which `gradwire bench` times: one file for each library."""
