@@ -2,11 +2,12 @@
 
 
 class TopologyError(ValueError):
-    """A description of a machine cannot be used; the message says what was found, where, and what to do.
+    """Reports a description of a machine that cannot be used: what was found, where, and what to do.
 
     Attributes:
-        source: The file or input the description came from, where known.
-        line: Its line, counted from 1, where known.
+        message: The message without source and line.
+        source: File or input that the description came from; None if unknown.
+        line: Number of the line in that file, from 1; None if unknown.
     """
 
     def __init__(self, message: str, *, source: str | None = None, line: int | None = None) -> None:
@@ -21,7 +22,7 @@ class TopologyError(ValueError):
         return f"{', '.join(place)}: {self.message}" if place else self.message
 
     def at(self, source: str) -> "TopologyError":
-        """Returns this error with the name of the input it came from.
+        """Returns a copy of this error with the name of the input it came from.
 
         Args:
             source: Path of a file, or a word such as `sysfs`.

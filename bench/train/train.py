@@ -276,7 +276,7 @@ def summarize(
         validation: The validation text; uint8, 1-d.
         batch: Sequences at a time in validation.
         context: Bytes in a sequence.
-        counted: Whether the network card's bytes were counted.
+        counted: True if the bytes of the NIC were counted.
     """
     losses = torch.tensor(training.losses) / dist.get_world_size()
     dist.all_reduce(losses)

@@ -186,7 +186,7 @@ def dense_steps(compressor: str) -> int:
 
 
 def exact_candidates(advice: Advice) -> list[Candidate]:
-    """Return the candidates without a compressor that a job can use, and the flat all-reduce."""
+    """Returns the exact candidates that a job can use, and in any case the flat all-reduce."""
     return [
         candidate
         for candidate in advice.candidates

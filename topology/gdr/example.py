@@ -125,7 +125,7 @@ class ExampleMachine:
     Attributes:
         root: Folder that the files are written to.
         functions: PCI functions by bus id.
-        facts: What libraries would say, as `facts_from_json` reads it.
+        facts: Facts that driver libraries would report, in the form that `facts_from_json` reads.
         environment: NCCL's variables; None if unknown.
         log: Lines of NCCL's log; None if there is none. A new instance starts with a healthy log.
         peers: Results of the other hosts.

@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Gather(Protocol):
-    """All-gathers one dataclass instance of each rank, in the order of the ranks."""
+    """Defines the exchange between ranks: an all-gather of one dataclass instance of each rank."""
 
     def __call__(self, own: T, /) -> list[T]:
-        """Waits for all ranks."""
+        """Sends `own` to all ranks, waits for theirs, and returns the instances in the order of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)

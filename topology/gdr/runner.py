@@ -40,7 +40,7 @@ def nothing_to_check(host: Host) -> str:
 
 
 def run_checks(host: Host, checks: Sequence[GdrCheck] = CHECKS) -> GdrReport:
-    """Runs the checks in order.
+    """Runs the checks in order, skips those that a failure makes meaningless, and returns the report.
 
     Args:
         host: The machine as it was read.

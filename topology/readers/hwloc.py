@@ -178,7 +178,7 @@ def _add_function(element: Element, place: _Place, reading: _Reading, usual_clas
 
     Args:
         element: <object> of the function.
-        place: Its place in the file.
+        place: Place of the function in the file: bridges, host bridge and NUMA node.
         reading: Collection that the function is added to.
         usual_class: Class and subclass to assume if the file has none; None assumes nothing.
 

@@ -49,8 +49,8 @@ class NvmlCalls:
         """Calls a function and returns the message of its error, or None if it succeeded.
 
         Args:
-            name: The function.
-            arguments: Its arguments.
+            name: Name of the function in pynvml.
+            arguments: Arguments that the function is called with.
         """
         _, error = self._attempt(name, *arguments)
         return None if error is None else str(error) or type(error).__name__
@@ -59,8 +59,8 @@ class NvmlCalls:
         """Calls a function and returns its result, or None if it failed.
 
         Args:
-            name: The function.
-            arguments: Its arguments.
+            name: Name of the function in pynvml.
+            arguments: Arguments that the function is called with.
         """
         found, _ = self._attempt(name, *arguments)
         return found
@@ -69,8 +69,8 @@ class NvmlCalls:
         """Calls a function and returns whether the driver answers that this GPU does not support it.
 
         Args:
-            name: The function.
-            arguments: Its arguments.
+            name: Name of the function in pynvml.
+            arguments: Arguments that the function is called with.
         """
         _, error = self._attempt(name, *arguments)
         return self._not_supported is not None and isinstance(error, self._not_supported)
@@ -79,8 +79,8 @@ class NvmlCalls:
         """Calls a function and returns its result if that is an integer, else None.
 
         Args:
-            name: The function.
-            arguments: Its arguments.
+            name: Name of the function in pynvml.
+            arguments: Arguments that the function is called with.
         """
         found = self.call(name, *arguments)
         return found if isinstance(found, int) else None
@@ -89,8 +89,8 @@ class NvmlCalls:
         """Calls a function and returns its result as text (old bindings return bytes); None if it is none.
 
         Args:
-            name: The function.
-            arguments: Its arguments.
+            name: Name of the function in pynvml.
+            arguments: Arguments that the function is called with.
         """
         return text_of(self.call(name, *arguments))
 
@@ -99,8 +99,8 @@ class NvmlCalls:
 
         Args:
             attribute: Name of the structure's field.
-            name: The function.
-            arguments: Its arguments.
+            name: Name of the function in pynvml.
+            arguments: Arguments that the function is called with.
         """
         found = getattr(self.call(name, *arguments), attribute, None)
         return found if isinstance(found, int) else None
@@ -144,8 +144,8 @@ class NvmlCalls:
         """Calls a function and returns the bus id in its result: (normal form or None, text as the driver wrote it).
 
         Args:
-            name: The function.
-            arguments: Its arguments.
+            name: Name of the function in pynvml.
+            arguments: Arguments that the function is called with.
         """
         try:
             written = text_of(getattr(self.call(name, *arguments), "busId", None)) or ""

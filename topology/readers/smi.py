@@ -251,7 +251,7 @@ class _Reading:
         """Adds the second line of a header.
 
         Args:
-            header: Its column names and titles.
+            header: Column names and titles of the second line.
         """
         names, tail = header
         self.matrix.columns += names

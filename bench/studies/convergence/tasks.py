@@ -359,7 +359,7 @@ class TextTask(BatchedTask):
         return AdamW(parameters, lr=TEXT_SIZES[self.size].lr, betas=(0.9, 0.95))
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-        """See `BatchedTask.batch_of`: bytes and those that follow, see `batch_at`."""
+        """Returns a rank's batch of a step: bytes and those that follow, as `batch_at` draws them."""
         return batch_at(self._text[0], step + SEED_STRIDE * seed, rank, batch=self.batch, context=self.context)
 
     def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

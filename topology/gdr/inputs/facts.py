@@ -102,7 +102,7 @@ def facts_from_json(data: object) -> HostFacts:
     """Builds facts from JSON data of any origin: fields of the wrong type count as unknown, others are ignored.
 
     Args:
-        data: What `HostFacts.to_json` or a library's child process wrote; anything but a mapping gives empty facts.
+        data: Parsed JSON from `HostFacts.to_json` or a library's child process; anything but a mapping gives no facts.
     """
     if not isinstance(data, Mapping):
         return HostFacts()
