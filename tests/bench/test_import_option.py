@@ -61,7 +61,7 @@ def test_the_bench_takes_a_codec_of_the_current_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "halves" in done.stdout
     without = bench(tmp_path, "--compressor", "halves")
-    assert without.returncode == 2 and "`--compressor` is 'halves'" in without.stderr
+    assert without.returncode == 2 and "`--compressor`: found 'halves'" in without.stderr
 
 
 def test_compare_takes_it_as_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_the_study_trains_with_it(folder: Path, capsys: pytest.CaptureFixture[st
     assert re.search("step 3 of 12: bits per byte on held-out text [0-9.]+, after [0-9]+ s$", second)
     assert len(points) == 4
     assert alone.main([*words[:-1], "0"]) == 2
-    assert "`--steps` is 0" in capsys.readouterr().err
+    assert "`--steps`: found 0" in capsys.readouterr().err
 
 
 def test_the_table_of_number_formats_has_a_row_for_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
