@@ -76,5 +76,5 @@ class StartNotice:
                 continue
 
     def end(self) -> None:
-        """Stop trying: torch has been imported, and its own store client takes over."""
+        """Stops trying: torch has been imported, and its own store client takes over."""
         self._done.set()

@@ -110,7 +110,7 @@ class RankFacts:
         return self.host[0]
 
     def interface(self, name: str | None) -> NetworkInterface | None:
-        """Return the interface with this name; None if the node has none."""
+        """Returns the interface with this name; None if the node has none."""
         return next((each for each in self.interfaces if each.name == name), None)
 
 
@@ -324,7 +324,7 @@ class JobFacts:
         return any(each.gpus or each.device == "cuda" for each in self.ranks)
 
     def reached(self, node: int) -> tuple[float, float] | None:
-        """Return the rates at which a node sends to and receives from its best partners, in bytes per second.
+        """Returns the rates at which a node sends to and receives from its best partners, in bytes per second.
 
         None if no pair with this node was measured. Pairs whose full-size packets are lost do not count.
 
@@ -338,7 +338,7 @@ class JobFacts:
         return (max(sent), max(received)) if sent else None
 
     def expected_rate(self, node: int) -> float | None:
-        """Return the payload rate that a node's link should have, by `--link` or by the NIC in use.
+        """Returns the payload rate that a node's link should have, by `--link` or by the NIC in use.
 
         Bytes per second; None if neither says.
 
@@ -354,7 +354,7 @@ class JobFacts:
         return min(nic.bits_per_second, nic.pcie_bits_per_second or float("inf")) / 8 * TCP_SHARE
 
     def good_rate(self) -> float:
-        """Return the rate of a healthy link of this job, in bytes per second.
+        """Returns the rate of a healthy link of this job, in bytes per second.
 
         It is the median of what the nodes reach, or what a link should have if that is more.
         """
@@ -365,7 +365,7 @@ class JobFacts:
         return max([usual, *(min(rate, limit) for rate in expected[:1])]) or 1.25e9
 
     def foreign_share(self, node: int) -> float:
-        """Return the share of a healthy link that other programs use on a node's NIC, in the busier direction, 0 to 1.
+        """Returns the share of a healthy link that other programs use on a node's NIC, in the busier direction, 0 to 1.
 
         Args:
             node: Number of the node.
@@ -386,7 +386,7 @@ class JobFacts:
         return min(times) * self.gradient_nbytes if times else None
 
     def exchange_seconds(self, bytes_per_second: float) -> float:
-        """Return the least time of an exact all-reduce of the gradients if every node's link has this rate.
+        """Returns the least time of an exact all-reduce of the gradients if every node's link has this rate.
 
         Source: 2 (n - 1) / n of the bytes cross each link in each direction: Patarasu and Yuan, "Bandwidth optimal
         all-reduce algorithms for clusters of workstations", JPDC 2009, section 3.
@@ -429,7 +429,7 @@ class Diagnosis:
 
 
 def to_record(facts: object) -> dict[str, object]:
-    """Convert a dataclass of this module to a JSON object.
+    """Converts a dataclass of this module to a JSON object.
 
     Args:
         facts: Instance to convert.
@@ -441,7 +441,7 @@ def to_record(facts: object) -> dict[str, object]:
 
 
 def from_record(kind: type[R], record: object) -> R:
-    """Build a dataclass of this module from its record.
+    """Builds a dataclass of this module from its record.
 
     Fields of other versions, unknown to this one, are ignored.
 

@@ -31,7 +31,7 @@ FAR_ROUND_TRIP = 1e-3
 
 
 def on_two_nodes(facts: JobFacts) -> str:
-    """Return the command that examines two machines like this one, with a rank for each GPU, else for each usable core.
+    """Returns the command that examines two machines like this one, with a rank for each GPU, else each usable core.
 
     Args:
         facts: Facts of one machine.
@@ -128,7 +128,7 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
 
 
 def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
-    """Return the words for a job without faults: "Nothing found" only if all was examined and no packets were lost."""
+    """Returns the words for a job without faults: "Nothing found" only if all was examined and no packets were lost."""
     lost = counted_loss(facts)
     if lost >= LOST_SHARE:
         return f"No fault is named, but {100 * lost:.2g} % of the packets of a pair were lost"
@@ -138,7 +138,7 @@ def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
 
 
 def rates_after_fixes(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float]:
-    """Return each node's rate after the fixes of the findings, in bytes per second.
+    """Returns each node's rate after the fixes of the findings, in bytes per second.
 
     Args:
         facts: Measurements of the job, with pairs.
@@ -155,7 +155,7 @@ def rates_after_fixes(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float
 
 
 def _faster_backend(facts: JobFacts) -> str:
-    """Return a sentence if gloo was far slower than gradwire's backend; else nothing."""
+    """Returns a sentence if gloo was far slower than gradwire's backend; else nothing."""
     times = {each.backend: each.seconds / each.nbytes for each in facts.backends if each.seconds is not None}
     gloo, ours = times.get("gloo"), times.get("gradwire")
     if facts.has_gpus or gloo is None or ours is None or gloo < WORTH_CHANGING * ours:
@@ -164,7 +164,7 @@ def _faster_backend(facts: JobFacts) -> str:
 
 
 def computed_seconds(facts: JobFacts) -> float | None:
-    """Return the seconds that a step computes; None if no step is known, or it is shorter than its own exchange.
+    """Returns the seconds that a step computes; None if no step is known, or it is shorter than its own exchange.
 
     Args:
         facts: Measurements of the job.
@@ -176,7 +176,7 @@ def computed_seconds(facts: JobFacts) -> float | None:
 
 
 def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
-    """Return the `gradwire predict` command for this cluster, which recommends a plan and a compressor.
+    """Returns the `gradwire predict` command for this cluster, which recommends a plan and a compressor.
 
     Args:
         facts: Measurements of the job, with pairs.
@@ -208,7 +208,7 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
 
 
 def headline(facts: JobFacts) -> list[str]:
-    """Return the first lines of the report: the gradients' size, and the least time of their exchange."""
+    """Returns the first lines of the report: the gradients' size, and the least time of their exchange."""
     lines = [split] if (split := _split_line(facts)) else []
     size = nbytes(facts.gradient_nbytes)
     given = "" if facts.gradient_nbytes != DEFAULT_GRADIENT_NBYTES else " (say --gradient-mb, or --script train.py)"
@@ -266,7 +266,7 @@ def _print_one(number: int, each: Diagnosis, console: Console) -> None:
 
 
 def pair_table(facts: JobFacts) -> Table:
-    """Return a table of the pairs of nodes, the slowest first."""
+    """Returns a table of the pairs of nodes, the slowest first."""
     pairs = sorted(facts.pairs, key=lambda pair: min(pair.many))
     left = len(pairs) - MOST_PAIRS
     figures = right_columns("latency", "one connection", "several", "both ways at once")
@@ -284,7 +284,7 @@ def pair_table(facts: JobFacts) -> Table:
 
 
 def backend_table(facts: JobFacts) -> Table:
-    """Return a table of the backends' all-reduces, the fastest first."""
+    """Returns a table of the backends' all-reduces, the fastest first."""
     figures = right_columns("time", f"so {nbytes(facts.gradient_nbytes)} take")
     table = Table("backend", *figures, title=f"all-reduce of {nbytes(facts.backends[0].nbytes)} by all ranks")
     for each in sorted(facts.backends, key=lambda one: one.seconds or float("inf")):
@@ -298,7 +298,7 @@ def backend_table(facts: JobFacts) -> Table:
 
 
 def as_record(facts: JobFacts, found: Sequence[Diagnosis], status: int, took_seconds: float) -> dict[str, object]:
-    """Return the report as a JSON object.
+    """Returns the report as a JSON object.
 
     Args:
         facts: Measurements of the job.

@@ -127,7 +127,7 @@ def _rank(each: Diagnosis, facts: JobFacts) -> tuple[bool, bool, bool, float, fl
 
 
 def _whole_seconds(facts: JobFacts) -> float:
-    """Return the seconds of a step, or of an all-reduce if no step is known; 0 on one node without a step."""
+    """Returns the seconds of a step, or of an all-reduce if no step is known; 0 on one node without a step."""
     if facts.step_seconds is not None:
         return facts.step_seconds
     if len(facts.nodes) < 2:
@@ -136,7 +136,7 @@ def _whole_seconds(facts: JobFacts) -> float:
 
 
 def _at_most_measured(each: Diagnosis, facts: JobFacts) -> Diagnosis:
-    """Return the finding with its cost limited to the measured all-reduce and the script's step."""
+    """Returns the finding with its cost limited to the measured all-reduce and the script's step."""
     most = facts.all_reduce_seconds if each.key in OF_THE_EXCHANGE else None
     if facts.script_runs and facts.step_seconds is not None:
         most = min(facts.step_seconds, float("inf") if most is None else most)
@@ -144,7 +144,7 @@ def _at_most_measured(each: Diagnosis, facts: JobFacts) -> Diagnosis:
 
 
 def _explains(cause: Diagnosis, symptom: Diagnosis, facts: JobFacts) -> bool:
-    """Return whether one finding may cause another. Of two that explain each other the more expensive is the cause."""
+    """Returns whether one finding may cause another. Of two that explain each other the more expensive is the cause."""
     if symptom.key not in EXPLAINS.get(cause.key, ()):
         return False
     if cause.key in EXPLAINS.get(symptom.key, ()) and symptom.cost_seconds > cause.cost_seconds:

@@ -28,7 +28,7 @@ CLOCK_SECONDS = 1.0
 
 
 def available_cores(ranks: Sequence[RankFacts]) -> float:
-    """Return the number of cores of a node's ranks together: those they are bound to, or fewer under a quota.
+    """Returns the number of cores of a node's ranks together: those they are bound to, or fewer under a quota.
 
     Args:
         ranks: All ranks of one node.
@@ -37,12 +37,12 @@ def available_cores(ranks: Sequence[RankFacts]) -> float:
 
 
 def _limit(ranks: Sequence[RankFacts]) -> float:
-    """Return the CPUs that a quota allows the ranks of a node together; infinite without a quota."""
+    """Returns the CPUs that a quota allows the ranks of a node together; infinite without a quota."""
     return min((each.cpu_limit for each in ranks if each.cpu_limit is not None), default=math.inf)
 
 
 def shared_memory(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report a /dev/shm that is too small, as in containers, or full."""
+    """Reports a /dev/shm that is too small, as in containers, or full."""
     failed = [each for each in facts.backends if each.error and "shared memory" in each.error]
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         size, free = ranks[0].shm_nbytes, ranks[0].shm_free_nbytes
@@ -72,7 +72,7 @@ def shared_memory(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def oversubscribed_cores(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report ranks bound to the same core, too small a quota, and more threads than cores; one finding of each kind."""
+    """Reports ranks bound to one core, too small a quota, and more threads than cores; one finding of each kind."""
     crowds: dict[str, list[tuple[str, float, str, tuple[str, ...]]]] = {}
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         cores, count = available_cores(ranks), len(ranks)
@@ -113,7 +113,7 @@ def _cores(ranks: Sequence[RankFacts]) -> list[int]:
 
 
 def _effect(facts: JobFacts, ranks: Sequence[RankFacts]) -> float:
-    """Return how many times longer work takes with the node's threads than with one a core; 1 if not measured."""
+    """Returns how many times longer work takes with the node's threads than with one a core; 1 if not measured."""
     numbers = {each.rank for each in ranks}
     ratios = [
         each.threads_seconds / each.fair_seconds
@@ -142,7 +142,7 @@ def _threads_fix(cores: float, count: int) -> tuple[str, ...]:
 
 
 def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report nodes whose cores were far slower than another node's in several tries."""
+    """Reports nodes whose cores were far slower than another node's in several tries."""
     names = facts.names
     for name, ranks in zip(names, facts.nodes, strict=True):
         share = _share(facts.work, ranks)
@@ -177,14 +177,14 @@ def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _share(work: Sequence[CoreWork], ranks: Sequence[RankFacts]) -> float | None:
-    """Return the node's median speed over a good node's; None if it is not slow."""
+    """Returns the node's median speed over a good node's; None if it is not slow."""
     numbers = {each.rank for each in ranks}
     tries = next((each.again for each in work if each.rank in numbers and each.again), ())
     return median(tries) if tries and median(tries) < SLOW_NODE and max(tries) < NEVER_ABOVE else None
 
 
 def slow_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report GPUs whose driver lowers the clock for heat or power."""
+    """Reports GPUs whose driver lowers the clock for heat or power."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         bad = [gpu for gpu in ranks[0].gpus if gpu.slowed_by]
         if bad:
@@ -220,7 +220,7 @@ P2P_FIX = {
 
 
 def no_peer_to_peer(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report GPUs of one node without peer access, which exchange data through the host's memory."""
+    """Reports GPUs of one node without peer access, which exchange data through the host's memory."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         gpus = ranks[0].gpus
         states = {
@@ -250,7 +250,7 @@ def no_peer_to_peer(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def gpudirect(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report failed checks of `gradwire gdr-check`: NICs reach GPU memory through the host's memory."""
+    """Reports failed checks of `gradwire gdr-check`: NICs reach GPU memory through the host's memory."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         failed = [each for rank in ranks for each in rank.gdr if each[0] == "fail"]
         if failed:
@@ -270,7 +270,7 @@ def gpudirect(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def clocks(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report clocks that differ by more than a second."""
+    """Reports clocks that differ by more than a second."""
     bad = [pair for pair in facts.pairs if abs(pair.clock_seconds) > CLOCK_SECONDS]
     if not bad:
         return

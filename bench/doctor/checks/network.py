@@ -56,7 +56,7 @@ HEADERS_NBYTES, FRAME_NBYTES = 52, 38
 
 
 def doubtful_pairs(facts: JobFacts) -> list[tuple[int, int]]:
-    """Return the pairs of nodes to measure again before a check may report them, the worst first.
+    """Returns the pairs of nodes to measure again before a check may report them, the worst first.
 
     At most two pairs of a node are returned, and none that is bad for certain after `CONFIRMED` tries.
 
@@ -89,7 +89,7 @@ def doubtful_pairs(facts: JobFacts) -> list[tuple[int, int]]:
 
 
 def rate_confidence(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -> float:
-    """Return the probability that a measured rate is the link's, and not the speed of this program.
+    """Returns the probability that a measured rate is the link's, and not the speed of this program.
 
     It depends on the rate that the program reaches over the nodes' loopback.
 
@@ -105,7 +105,7 @@ def rate_confidence(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: f
 
 
 def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report nodes whose best rate is far below their NIC's, or below that of the other nodes."""
+    """Reports nodes whose best rate is far below their NIC's, or below that of the other nodes."""
     names = facts.names
     nodes = [node for node in range(len(names)) if facts.reached(node) is not None]
     best = {node: min(facts.reached(node) or (0.0, 0.0)) for node in nodes}
@@ -176,12 +176,12 @@ def _used_nic(first: RankFacts) -> str:
 
 
 def _confirmed(facts: JobFacts) -> list[PairRates]:
-    """Return the pairs with a confirmed rate. Pairs whose full-size packets are lost have none."""
+    """Returns the pairs with a confirmed rate. Pairs whose full-size packets are lost have none."""
     return [pair for pair in facts.pairs if pair.times >= CONFIRMED and pair.packets_pass is not False]
 
 
 def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
-    """Report pairs that are slow although both nodes are fast with other nodes."""
+    """Reports pairs that are slow although both nodes are fast with other nodes."""
     found = [
         pair
         for pair in _confirmed(facts)
@@ -219,7 +219,7 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
 
 
 def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report NICs in use whose PCIe link is slower than their network port."""
+    """Reports NICs in use whose PCIe link is slower than their network port."""
     if len(facts.nodes) < 2:
         return
     slow = []
@@ -267,7 +267,7 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report that one connection is far slower than several together: clouds limit the rate of a flow."""
+    """Reports that one connection is far slower than several together: clouds limit the rate of a flow."""
     confirmed = _confirmed(facts)
     # A core that moves little more than several connections do is what limits one: that is no fault of the network.
     limited = [
@@ -302,7 +302,7 @@ def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def flapping(facts: JobFacts) -> list[Diagnosis]:
-    """Report NICs whose link went down and up during the examination."""
+    """Reports NICs whose link went down and up during the examination."""
     names = facts.names
     return [
         Diagnosis(
@@ -324,7 +324,7 @@ def flapping(facts: JobFacts) -> list[Diagnosis]:
 
 
 def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report half-duplex links: by the driver, or because both directions at once have half the rate."""
+    """Reports half-duplex links: by the driver, or because both directions at once have half the rate."""
     names = facts.names
     found = [
         Diagnosis(
@@ -375,7 +375,7 @@ def _halved(facts: JobFacts, pair: PairRates) -> bool:
 
 
 def has_headroom(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -> bool:
-    """Return whether this program is so much faster than a rate that the network limits the rate, and not a core.
+    """Returns whether this program is so much faster than a rate that the network limits the rate, and not a core.
 
     Args:
         facts: Measurements of the job.
@@ -387,12 +387,12 @@ def has_headroom(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: floa
 
 
 def _both_share(pair: PairRates) -> float:
-    """Return the rate with both directions in use over the rates of one direction."""
+    """Returns the rate with both directions in use over the rates of one direction."""
     return sum(pair.both) / max(sum(pair.many), 1.0)
 
 
 def in_all(bad: list[PairRates], pairs: tuple[PairRates, ...]) -> set[int]:
-    """Return the nodes that all bad pairs share and whose confirmed pairs are all bad.
+    """Returns the nodes that all bad pairs share and whose confirmed pairs are all bad.
 
     Args:
         bad: Bad pairs, at least one of `pairs`.
@@ -408,7 +408,7 @@ def in_all(bad: list[PairRates], pairs: tuple[PairRates, ...]) -> set[int]:
 
 
 def far_apart(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report pairs with a latency above any in a data centre, or far above the median of the other pairs."""
+    """Reports pairs with a latency above any in a data centre, or far above the median of the other pairs."""
     names = facts.names
     usual = median([pair.latency_seconds for pair in facts.pairs] or [0.0])
     others = usual if len(facts.pairs) > 2 else FAR_SECONDS
@@ -453,7 +453,7 @@ def far_apart(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report full-size packets that are lost, MTUs that differ between nodes, and MTUs below Ethernet's."""
+    """Reports full-size packets that are lost, MTUs that differ between nodes, and MTUs below Ethernet's."""
     names = facts.names
     lost = [pair for pair in facts.pairs if pair.packets_pass is False and pair.times >= CONFIRMED]
     mtus = {node: nic.mtu for node, ranks in enumerate(facts.nodes) if (nic := _used(ranks[0])) is not None}
@@ -521,7 +521,7 @@ def _used(first: RankFacts) -> NetworkInterface | None:
 
 
 def _share(mtu: int) -> float:
-    """Return the payload's share of the bytes on the wire."""
+    """Returns the payload's share of the bytes on the wire."""
     return (mtu - HEADERS_NBYTES) / (mtu + FRAME_NBYTES)
 
 
@@ -530,7 +530,7 @@ def _below(mtu: int) -> int:
 
 
 def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report that gloo or NCCL uses a slower network than the nodes have, or one that does not reach the others."""
+    """Reports that gloo or NCCL uses a slower network than the nodes have, or one that does not reach the others."""
     names = facts.names
     found = [*_unknown_interface(facts), *_nowhere(facts)]
     if found:
@@ -577,7 +577,7 @@ def _why(first: RankFacts) -> str:
 
 
 def _unknown_interface(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names no interface of a node."""
+    """Reports GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names no interface of a node."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         bad = []
         for node, ranks in enumerate(facts.nodes):
@@ -605,7 +605,7 @@ def _unknown_interface(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report that gloo did not connect, or would use the loopback or a container's bridge between several nodes."""
+    """Reports that gloo did not connect, or would use the loopback or a container's bridge between several nodes."""
     names = facts.names
     many = len(names) > 1
     inside = []
@@ -652,17 +652,17 @@ def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _chosen(first: RankFacts) -> bool:
-    """Return whether the interface matters: it was chosen by a variable, or gloo failed with it."""
+    """Returns whether the interface matters: it was chosen by a variable, or gloo failed with it."""
     return "GLOO_SOCKET_IFNAME" in first.variables or first.gloo_error is not None
 
 
 def _leading_out(first: RankFacts) -> list[str]:
-    """Return the names of the interfaces that may lead to other machines."""
+    """Returns the names of the interfaces that may lead to other machines."""
     return [each.name for each in first.interfaces if each.kind in ("nic", "virtual") and each.up and each.addresses]
 
 
 def _slower_nic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report a NIC that is faster than the one in use by the drivers, and over which nothing was measured."""
+    """Reports a NIC that is faster than the one in use by the drivers, and over which nothing was measured."""
     for node, ranks in enumerate(facts.nodes):
         first = ranks[0]
         used = first.interface(first.gloo_interface)

@@ -15,7 +15,7 @@ ANOTHER = 1.4
 
 
 def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report a NIC that reaches the other nodes and is not used: the rate of both together."""
+    """Reports a NIC that reaches the other nodes and is not used: the rate of both together."""
     names = facts.names
     used = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}
     idle = []
@@ -58,12 +58,12 @@ def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _gloo_takes(first: RankFacts, interface: str) -> bool:
-    """Return whether GLOO_SOCKET_IFNAME names the interface as well."""
+    """Returns whether GLOO_SOCKET_IFNAME names the interface as well."""
     return interface in first.variables.get("GLOO_SOCKET_IFNAME", "").split(",")
 
 
 def _nccl_takes(first: RankFacts, interface: str) -> bool:
-    """Return whether NCCL uses the interface: without NCCL_SOCKET_IFNAME it uses all that reach other hosts."""
+    """Returns whether NCCL uses the interface: without NCCL_SOCKET_IFNAME it uses all that reach other hosts."""
     given = first.variables.get("NCCL_SOCKET_IFNAME")
     return not given or name_matches(given, interface)
 
@@ -90,7 +90,7 @@ def _fix(first: RankFacts, nic: str, other: str, on_gpus: bool) -> tuple[str, ..
 
 
 def cross_nic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report NCCL_CROSS_NIC=1 on nodes whose NICs are in different networks and may not reach each other."""
+    """Reports NCCL_CROSS_NIC=1 on nodes whose NICs are in different networks and may not reach each other."""
     if not facts.has_gpus or len(facts.nodes) < 2:
         return
     told = [ranks[0] for ranks in facts.nodes if ranks[0].variables.get("NCCL_CROSS_NIC", "").strip() == "1"]
@@ -112,7 +112,7 @@ def cross_nic(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _networks(first: RankFacts) -> list[str]:
-    """Return the first three numbers of each NIC's IPv4 address, assuming networks of 24 bits."""
+    """Returns the first three numbers of each NIC's IPv4 address, assuming networks of 24 bits."""
     nics = [each for each in first.interfaces if each.kind == "nic" and each.up]
     four = [address for each in nics for address in each.addresses[:1] if "." in address]
     return sorted({address.rpartition(".")[0] for address in four})

@@ -9,7 +9,7 @@ from gradwire.topology.wording import listed, rate
 
 
 def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report ranks that are assigned to the nodes round robin, so that neighbours in rank order are on other nodes."""
+    """Reports ranks that are assigned to the nodes round robin, so that neighbours in rank order are on other nodes."""
     node_of = {each.rank: place for place, ranks in enumerate(facts.nodes) for each in ranks}
     cost = ring_cost(node_of)
     if cost <= 1:
@@ -45,7 +45,7 @@ def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def shared_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report nodes with two ranks of one LOCAL_RANK, or with more ranks than GPUs."""
+    """Reports nodes with two ranks of one LOCAL_RANK, or with more ranks than GPUs."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         numbers = Counter(each.local_rank for each in ranks if each.local_rank is not None)
         twice = [number for number, count in numbers.items() if count > 1]

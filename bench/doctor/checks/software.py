@@ -11,7 +11,7 @@ GRAVE = ("torch", "nccl", "gradwire")
 
 
 def versions(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report nodes with another version of a library than most nodes."""
+    """Reports nodes with another version of a library than most nodes."""
     for library in ("torch", "nccl", "gradwire", "cuda", "driver", "python"):
         by_node = {
             name: ranks[0].versions[library]
@@ -38,7 +38,7 @@ def versions(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def missing(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report ranks that did not join: those that reported their start, and those that did not."""
+    """Reports ranks that did not join: those that reported their start, and those that did not."""
     slow = [rank for rank in facts.missing_ranks if rank in facts.started_ranks]
     absent = [rank for rank in facts.missing_ranks if rank not in facts.started_ranks]
     waited = f"all other ranks reached the launcher's store and waited {facts.waited_seconds:.0f} s"
@@ -81,7 +81,7 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def failing_backends(facts: JobFacts) -> list[Diagnosis]:
-    """Report backends whose all-reduce failed for a reason that no other check reports."""
+    """Reports backends whose all-reduce failed for a reason that no other check reports."""
     lost = any(pair.packets_pass is False for pair in facts.pairs)
     return [
         Diagnosis(

@@ -27,7 +27,7 @@ GPU_STEP_SECONDS = 1.0
 
 
 def step_split(facts: JobFacts) -> dict[str, float]:
-    """Return the parts of a step of the median rank -> seconds, the largest first; empty if no script was run.
+    """Returns the parts of a step of the median rank -> seconds, the largest first; empty if no script was run.
 
     The activities of its main thread, and two parts of the time in which a collective is in flight, which overlap with
     the activities: `exchange`, as long as on the latest rank, and `waiting for late ranks`, the rest.
@@ -55,7 +55,7 @@ def _split_runs(facts: JobFacts) -> list[ScriptRun]:
 
 
 def waited_seconds(facts: JobFacts, ranks: Collection[int]) -> float | None:
-    """Return the seconds of a step for which the median rank waits for the latest of some ranks; None if unknown.
+    """Returns the seconds of a step for which the median rank waits for the latest of some ranks; None if unknown.
 
     Args:
         facts: Measurements of the job.
@@ -72,7 +72,7 @@ def waited_seconds(facts: JobFacts, ranks: Collection[int]) -> float | None:
 
 
 def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report the rank with the least time in collectives: the others arrive earlier, and wait for it."""
+    """Reports the rank with the least time in collectives: the others arrive earlier, and wait for it."""
     runs = _split_runs(facts)
     waits = waited_seconds(facts, range(len(runs)))
     if waits is None or waits < LATE.of(facts.step_seconds or 0.0):
@@ -169,7 +169,7 @@ WASTES = (
 
 
 def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report scripts with far more all-reduces in a step than the gradients need: accumulation, buckets, logging."""
+    """Reports scripts with far more all-reduces in a step than the gradients need: accumulation, buckets, logging."""
     runs = _split_runs(facts)
     if not runs or len(facts.nodes) < 2:
         return
@@ -202,12 +202,12 @@ def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _unused_nbytes(runs: list[ScriptRun]) -> int:
-    """Return the bytes of parameters without a gradient on any rank. DDP fills in those that one rank has."""
+    """Returns the bytes of parameters without a gradient on any rank. DDP fills in those that one rank has."""
     return min((run.unused_nbytes for run in runs), default=0)
 
 
 def unused_parameters(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report trainable parameters that no step uses: DDP exchanges zeros for them."""
+    """Reports trainable parameters that no step uses: DDP exchanges zeros for them."""
     runs = _split_runs(facts)
     unused = _unused_nbytes(runs)
     if not unused or len(facts.nodes) < 2:
@@ -232,7 +232,7 @@ def unused_parameters(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def wasted_steps(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report that the median rank's main thread waits for its data loader, or saves checkpoints, in every step."""
+    """Reports that the median rank's main thread waits for its data loader, or saves checkpoints, in every step."""
     runs = _split_runs(facts)
     if not runs or facts.step_seconds is None:
         return

@@ -39,7 +39,7 @@ DEFAULT_TCP_NBYTES = 128 << 10
 
 
 def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report pairs that lose packets although the link is not full."""
+    """Reports pairs that lose packets although the link is not full."""
     confirmed = (pair for pair in facts.pairs if pair.times >= CONFIRMED)
     lossy = [pair for pair in confirmed if max(_lost_shares(pair, facts.good_rate())) > 0]
     if not lossy:
@@ -87,13 +87,13 @@ def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def counted_loss(facts: JobFacts) -> float:
-    """Return the largest share of lost segments in one direction of any pair, whether or not it is a finding."""
+    """Returns the largest share of lost segments in one direction of any pair, whether or not it is a finding."""
     return max((lost / sent for pair in facts.pairs for lost, sent in zip(pair.lost, pair.sent, strict=True) if sent),
                default=0.0)  # fmt: skip
 
 
 def _on_the_way(lossy: Sequence[PairRates], node: int, good: float) -> str:
-    """Return words on the direction if a node's pairs lose packets in one direction only; else nothing."""
+    """Returns words on the direction if a node's pairs lose packets in one direction only; else nothing."""
     out, back = zip(*(_lost_shares(pair, good)[:: 1 if pair.a == node else -1] for pair in lossy), strict=True)
     if any(out) and any(back):
         return ""
@@ -101,7 +101,7 @@ def _on_the_way(lossy: Sequence[PairRates], node: int, good: float) -> str:
 
 
 def _lost_shares(pair: PairRates, good: float) -> tuple[float, float]:
-    """Return the share of lost segments of each direction; 0 if it is below the thresholds of a finding.
+    """Returns the share of lost segments of each direction; 0 if it is below the thresholds of a finding.
 
     Args:
         pair: Pair of nodes.
@@ -120,14 +120,14 @@ def _lost_shares(pair: PairRates, good: float) -> tuple[float, float]:
 
 
 def _has_overrun(pair: PairRates, share: float, one: float, good: float) -> bool:
-    """Return whether the loss is from the start of a flow: with lasting loss the connection could not be so fast."""
+    """Returns whether the loss is from the start of a flow: with lasting loss the connection could not be so fast."""
     round_trip = 2 * pair.latency_seconds
     most = MOST_OF_MATHIS * MATHIS * SEGMENT_NBYTES / (round_trip * math.sqrt(share)) if round_trip else math.inf
     return pair.latency_seconds > FAR_SECONDS and one >= UNHURT * good and one > most
 
 
 def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report receive windows and send buffers that are too small for rate times round trip."""
+    """Reports receive windows and send buffers that are too small for rate times round trip."""
     good = facts.good_rate()
     held = [pair for pair in facts.pairs if pair.times >= CONFIRMED and _held(facts, pair, good)]
     if not held:
@@ -195,7 +195,7 @@ def _limits(facts: JobFacts, node: int) -> tuple[int | None, int | None]:
 
 
 def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report pairs of nodes that could not connect, and the node that all of them share."""
+    """Reports pairs of nodes that could not connect, and the node that all of them share."""
     if not facts.unreached:
         return
     names = facts.names
@@ -226,7 +226,7 @@ def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report NICs of the job that carry traffic while no rank sends any: other programs use the links."""
+    """Reports NICs of the job that carry traffic while no rank sends any: other programs use the links."""
     busy = [node for node in range(len(facts.nodes)) if facts.foreign_share(node) >= FOREIGN_SHARE]
     if not busy or not facts.pairs:
         return
@@ -256,7 +256,7 @@ def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def slow_exchange(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Report that the fastest all-reduce takes far longer than the measured links and processors need for it."""
+    """Reports that the fastest all-reduce takes far longer than the measured links and processors need for it."""
     timed = [each for each in facts.backends if _best(each) is not None]
     if not timed or len(facts.nodes) < 2 or not facts.pairs:
         return
@@ -296,7 +296,7 @@ def _best(backend: BackendTime) -> float | None:
 
 
 def exchange_bound(facts: JobFacts, count_nbytes: int) -> float | None:
-    """Return the least seconds of an all-reduce over the slowest measured link or processor.
+    """Returns the least seconds of an all-reduce over the slowest measured link or processor.
 
     None if a node has no measured pair.
 
