@@ -511,6 +511,7 @@ class EmulatedCluster:
         placements = place_ranks(self.nodes, order)
         argvs = [self._command_line(placement, placements, command, environment or {}) for placement in placements]
         self._runs += 1
+        # The traffic is the difference of the NICs' counters before and after the run.
         before = self._carried()
         with Ranks(argvs, raw=raw, on_line=on_line) as ranks:
             outcome = ranks.wait(timeout_seconds, grace_seconds, [relay.pid for relay in self._relays])
@@ -524,7 +525,7 @@ class EmulatedCluster:
         )
 
     def nic_bytes(self) -> tuple[NicBytes, ...]:
-        """Return the bytes that each node's NICs have carried since the cluster was made."""
+        """Returns the bytes that each node's NICs have carried since the cluster was made."""
         none = [(0, 0)] * len(self.interfaces)
         return tuple(self._nic_bytes(node, none, now) for node, now in enumerate(self._carried()))
 

@@ -272,6 +272,13 @@ def _show_paths(cluster: EmulatedCluster) -> None:
 
 
 def _run(options: argparse.Namespace, command: list[str]) -> int:
+    """Checks the options, runs the command on a new cluster, and reports; returns the exit status.
+
+    Raises:
+        ValueError: An option does not fit, or this machine cannot emulate a cluster.
+        RuntimeError: The cluster cannot be set up, its relay has ended, or the file cannot be written.
+    """
+    # Check everything before a node is made.
     if not command:
         raise ValueError(f"`COMMAND`: found nothing after `--`; {_EXAMPLE}")
     nodes = ranks_of_nodes(options)
@@ -288,6 +295,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     check_output("--json", options.json)
     if (reason := available()) is not None:
         raise ValueError(f"cannot emulate a cluster here: {reason}")
+    # Make the nodes.
     with ExitStack() as stack:
         with working(f"starting {len(nodes)} nodes"):
             cluster = stack.enter_context(
@@ -302,6 +310,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
                     carrier=options.carrier,
                 )
             )
+        # Run the ranks; a signal still gets the table of the traffic until then.
         print_line = _printer(options)
         console = CleanConsole(stderr=True)
         try:
@@ -316,6 +325,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         except EndedBySignal:
             console.print(nic_table(cluster, cluster.nic_bytes(), "stopped"))
             raise
+        # Report the traffic.
         console.print(nic_table(cluster, result.nic_bytes, f"{result.seconds:.1f} s"))
         if cluster.paths is not None:
             _show_paths(cluster)

@@ -458,6 +458,7 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
     lost = [pair for pair in facts.pairs if pair.packets_pass is False and pair.times >= CONFIRMED]
     mtus = {node: nic.mtu for node, ranks in enumerate(facts.nodes) if (nic := _used(ranks[0])) is not None}
     least = min(mtus, key=mtus.__getitem__, default=0)
+    # Lost packets of full size stop a job, so they come before MTUs that only cost time.
     if lost:
         worst = lost[0]
         mtu = worst.packet_nbytes or USUAL_MTU
@@ -479,6 +480,7 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
             nodes=(names[worst.a], names[worst.b]),
             stops=True,
         )
+    # Different MTUs: the nodes that differ from most others are named.
     elif len(set(mtus.values())) > 1:
         usual = max(set(mtus.values()), key=lambda mtu: (list(mtus.values()).count(mtu), mtu))
         odd = [node for node, mtu in mtus.items() if mtu != usual]
@@ -497,6 +499,7 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
             ),
             nodes=tuple(names[node] for node in odd),
         )
+    # Equal MTUs, but smaller than Ethernet's, as overlay networks have them.
     elif mtus and mtus[least] < 1400 and len(names) > 1:
         node, mtu = least, mtus[least]
         yield Diagnosis(

@@ -40,10 +40,12 @@ DEFAULT_TCP_NBYTES = 128 << 10
 
 def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
     """Reports pairs that lose packets although the link is not full."""
+    # Only pairs that were measured several times count.
     confirmed = (pair for pair in facts.pairs if pair.times >= CONFIRMED)
     lossy = [pair for pair in confirmed if max(_lost_shares(pair, facts.good_rate())) > 0]
     if not lossy:
         return
+    # Name the node that is in all of these pairs if there is one, and describe the worst direction.
     good = facts.good_rate()
     names = facts.names
     blamed = in_all(lossy, facts.pairs) or {node for pair in lossy for node in (pair.a, pair.b)}
@@ -132,6 +134,7 @@ def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
     held = [pair for pair in facts.pairs if pair.times >= CONFIRMED and _held(facts, pair, good)]
     if not held:
         return
+    # Describe the slowest pair, and propose a maximum of four times the rate times the round trip.
     names = facts.names
     worst = min(held, key=lambda pair: min(pair.one))
     receives = (worst.window_share or 0.0) >= (worst.buffer_share or 0.0)
