@@ -68,7 +68,7 @@ def peermem_quality(host: Host) -> Finding:
 
 
 def dmabuf_quality(host: Host) -> Finding:
-    """The links of the dma-buf chain, the first broken one by name.
+    """Every link of the dma-buf chain holds; broken ones are named, and are a note only where peer memory serves.
 
     The finding names every broken link, in the order of the chain. It fails only where peer memory does not serve in
     the place of dma-buf; where peer memory serves, broken links are a note.
