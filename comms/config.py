@@ -577,7 +577,8 @@ def _fusion_parts(fusion: str | float) -> tuple[str, str]:
     """Splits the option `fusion` at its colon.
 
     Returns:
-        (word or file, MiB up to which buckets are joined until cuts are known; empty if it is not given).
+        (text before the colon: a word, a file, or the number itself; MiB after it up to which buckets are joined until
+        cuts are known, empty if there is no colon).
     """
     kind, _, mebibytes = str(fusion).partition(":")
     return kind, mebibytes

@@ -82,10 +82,10 @@ def wrapped(text: str) -> str:
 
 
 def said_once(paragraphs: Sequence[str]) -> list[str]:
-    """Returns paragraphs without the sentences that an earlier paragraph has.
+    """Returns paragraphs without the later sentences that an earlier paragraph has after its first one.
 
     Args:
-        paragraphs: Paragraphs, each of which keeps its first sentence in any case.
+        paragraphs: Paragraphs. First sentences are always kept, and not compared.
     """
     seen: set[str] = set()
     found = []

@@ -116,7 +116,9 @@ class ElementScale(ElementStore):
 
 
 def _write_scales(sums: Tensor, runs: Sequence[tuple[int, int]], scales: Tensor) -> None:
-    """Writes the scales of one shard: sums divided by their mean, plus a floor, rounded down to powers of two.
+    """Writes the scales of one shard, powers of two in the unit of the power of two above the mean of all sums.
+
+    A scale is the sum in that unit, plus `FLOOR` times the mean of its own parameter, rounded down to a power of two.
 
     Args:
         sums: 1-D float32 sums of magnitudes.

@@ -130,7 +130,8 @@ def make(name: str, options: Mapping[str, Option] | None = None) -> Compressor:
     Args:
         name: One of `names()`, or a stack of two: "powersgd+int8", "dgc+int4".
         options: Option -> value; options that are left out keep their defaults. A stack takes the options of its first
-            part, and `stochastic` and `seed` of its second.
+            part but the one that narrows its payload (`factor_dtype`, `value_dtype`), and `stochastic` and `seed` of
+            its second if it has them.
 
     Raises:
         ValueError: An unknown compressor or option, or a value out of range.

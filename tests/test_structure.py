@@ -10,8 +10,8 @@ CORE = ("hook.py", "communicator.py", "session.py", "run", "transport/groups.py"
 """Files and folders that everybody reads who follows a bucket."""
 
 FEATURES = re.compile(r"elastic|samples|resume|used_?map|first_?steps", re.IGNORECASE)
-MOST_LINES_OF_THE_HOOK = 450
-"""With comments and docstrings; 610 when the hook held a branch for each feature."""
+MOST_LINES_OF_THE_HOOK = 500
+"""With comments and docstrings; 610, with fewer of them, when the hook held a branch for each feature."""
 
 MOST_LINES_WITH_ELASTIC = {"communicator.py": 3, "session.py": 3, "run": 0, "transport/groups.py": 0}
 """File or folder -> lines that name elastic training: a condition on the option, and descriptions."""

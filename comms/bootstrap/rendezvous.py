@@ -493,7 +493,7 @@ def _mismatch(name: str, rank: int, here: object, there: object) -> str:
 
 
 def _columns(texts: Sequence[str]) -> dict[str, Column]:
-    """Make the columns of the table, one per field of `PeerInfo`, from the infos of all ranks.
+    """Make a column for every field of `PeerInfo` but `rank`: its distinct values, and each rank's index among them.
 
     Args:
         texts: Each rank's `PeerInfo` as JSON, in rank order.

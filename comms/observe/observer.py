@@ -152,7 +152,10 @@ class Observer(StepListener):
             self._metrics.step_ended(step.report)
 
     def _ask_others(self, step: EndedStep) -> None:
-        """Passes a step to the parts that exchange numbers between all ranks: straggler detection and trace."""
+        """Passes a step to straggler detection and trace, which exchange numbers between all ranks.
+
+        At step `TRACE_AFTER` it starts the trace that the option `trace` asks for.
+        """
         if self._stragglers is not None:
             self._stragglers.step_ended(step.number, [bucket.times for bucket in step.buckets])
         if self._trace is not None:

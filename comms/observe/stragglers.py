@@ -377,7 +377,10 @@ class _OwnSteps:
         return [sample for sample in self._samples if len(sample.waits) == self.count][-WINDOW:]
 
     def columns(self) -> tuple[int, ...]:
-        """Returns the buckets in a breakdown: all, or the last one of each group; the same on all ranks."""
+        """Returns the indices of the buckets in a breakdown: all, or if too many the last of every few in a row.
+
+        All ranks get the same.
+        """
         count = self.count
         most = MOST_BUCKETS if self._communicator.size <= MANY_RANKS else FEW_BUCKETS
         group = max(1, ceil(count / most))

@@ -227,7 +227,7 @@ class OuterExchange:
             buffer.copy_(self.averaging.mean_of(buffer.reshape(-1)).view(buffer.shape))
 
     def _make_same(self) -> None:
-        """Compares all anchors after a synchronization; if some differ, all ranks take those of rank 0."""
+        """Compares all anchors after a synchronization; if some differ, all take rank 0's anchors and momentum."""
         self._different = ""
         if self.averaging.alone:
             return

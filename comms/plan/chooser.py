@@ -198,8 +198,9 @@ class PlanChooser:
             layout: Parameters of the bucket.
 
         Returns:
-            The plan; None if the bucket is not compressed: nothing crosses between nodes, and inside the only node no
-            compressor is predicted to be `COMPRESS_INSIDE_GAIN` times as fast.
+            The plan; None if the bucket is not compressed. On a single node that is so unless `flat` is asked for, or
+            the plan is `auto` over NCCL with known links and this compressor, no sum, is predicted to be
+            `COMPRESS_INSIDE_GAIN` times as fast.
         """
         nodes, size, name = len(self._links.cluster.nodes), self._links.cluster.size, compressor.name
 

@@ -238,7 +238,10 @@ def _in_two_steps(cluster: Cluster, op: str, numel: int, column: tuple[int, int]
 
 
 def _inside(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> list[Transfer]:
-    """Returns the transfers of pieces inside each node, through shared memory; see `_in_two_steps`, `stand_ins`."""
+    """Returns the transfers inside each node, of elements `column` of each piece that its ranks hold.
+
+    They go through shared memory. See `_in_two_steps` for pieces of `numel` elements, `stand_ins` for the holders.
+    """
     start, stop = column
     transfers: list[Transfer] = []
     if start == stop:

@@ -228,7 +228,10 @@ class CostModel:
 
 @lru_cache(maxsize=64)
 def exchange_cost(cluster: Cluster) -> PhaseCost:
-    """Returns the cost of an all_to_all and an all_gather of equal parts over all ranks, for each byte a rank sends."""
+    """Returns the cost of an all_to_all and an all_gather over all ranks, for each byte of a rank's whole payload.
+
+    Of that payload a rank sends (n - 1)/n in each of the two, with n ranks.
+    """
     size, shape = cluster.size, shape_of(cluster)
     egress: list[Floats] = []
     senders: list[Ints] = []

@@ -82,7 +82,7 @@ class MeasuredSpeeds:
         self._heard = 0
 
     def hear(self, told: Sequence[Told]) -> None:
-        """Adds the reports of one step; ignores the step if a rank has no time or no samples to report.
+        """Adds the reports of one step; ignores the first `FIRST_STEPS`, and steps without a rank's time or samples.
 
         Args:
             told: Report of each rank, by rank.

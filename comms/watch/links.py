@@ -198,7 +198,10 @@ class LinkWatch:
             self._slice = now, found
 
     def slow(self) -> dict[str, Slowness]:
-        """Returns the links that are slow now: `SlowLink.which` -> comparison."""
+        """Returns the links that were slow in each of the last `SLICES` slices: `SlowLink.which` -> newest comparison.
+
+        Empty before there are so many slices.
+        """
         if len(self._slow) < SLICES:
             return {}
         newest = self._slow[-1]

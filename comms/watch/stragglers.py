@@ -113,7 +113,9 @@ class _Slice:
 
 
 class GroupWaits:
-    """Waits of the ranks of one group, cut into slices.
+    """Sums the waits of a group's ranks over slices of time.
+
+    A slice begins and ends with a collective whose end all ranks have published.
 
     Args:
         ranks: Ranks of the group, in the default group.

@@ -122,8 +122,9 @@ class ConfigurationRun:
     def _why_not(self, steps: int) -> str:
         """Returns why there are no figures, with the last error or line of the rank that reported the fewest steps."""
         ranks = sorted(self.other, key=lambda rank: len(self.records.get(rank, ())))
-        said = [text for rank in ranks for text in self.other[rank] if text.strip()][-_LAST_LINES:]
-        last = next((text for text in reversed(said) if "Error" in text), said[-1] if said else "nothing")
+        said = [[text for text in reversed(self.other[rank]) if text.strip()] for rank in ranks]
+        errors = (text for own in said for text in own[:_LAST_LINES] if "Error" in text)
+        last = next(errors, next((own[0] for own in said if own), "nothing"))
         return f"it made {steps} steps on all ranks, {WARM_UP_STEPS + 2} are needed; its output says: {last.strip()}"
 
 

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _note_losses(losses: list[Tensor]) -> None:
-    """Patches `torch.autograd.backward` so that every scalar it starts from is appended to `losses`.
+    """Patches `torch.autograd.backward` so that the first tensor it starts from is appended to `losses`, if a scalar.
 
     Args:
         losses: List that receives the scalars: float32, shape (), without a graph.

@@ -363,7 +363,7 @@ LINES = (
 
 
 def node_counts(most: int) -> list[int]:
-    """Return the node counts to draw: powers of two up to `most` or 16, and `most` itself."""
+    """Return the node counts to draw: powers of two up to the larger of `most` and 16, and `most` itself."""
     highest = max(most, 16)
     counts = {1 << power for power in range(highest.bit_length()) if 1 << power <= highest}
     return sorted(counts | {most})

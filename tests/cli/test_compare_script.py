@@ -36,6 +36,15 @@ for step in range(int(sys.argv[1])):
 """
 
 
+def test_the_error_is_that_of_the_rank_that_came_least_far() -> None:
+    run = ConfigurationRun(PLAIN)
+    for rank, made in enumerate((2, 1, 3)):
+        run.records[rank] = records([], hook="")[:made]
+        run.other[rank] = ["Traceback", f"RuntimeError: from rank {rank}"]
+    run.other[1] += ["", "it ends"]
+    assert str(run.result(3, counted=False).reason).endswith("its output says: RuntimeError: from rank 1")
+
+
 def records(seconds: list[float], loss: float = 1.0, hook: str = "", carried: int = 10) -> list[dict[str, Any]]:
     """A rank's lines: the warm-up takes a second a step, then the given seconds."""
     found, moment = [], 0.0

@@ -196,7 +196,10 @@ class _Placer:
         return [self._switch(child, depth) if child in self.switches else self._leaf(child) for child in keys]
 
     def _order(self, key: str) -> tuple[int, bool, str]:
-        """Returns the sort key of a child: GPUs by number, a NIC after the last GPU it is nearest to."""
+        """Returns the sort key of a child: GPUs by number; a NIC after the last GPU that it is nearest to.
+
+        Only GPUs of the NIC's own CPU count; without one it comes last.
+        """
         nic = self.leaves.get(key)
         if not isinstance(nic, Nic):
             return self._first_gpu(key), False, key
