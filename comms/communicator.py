@@ -216,7 +216,7 @@ class Communicator:
 
     @property
     def ended(self) -> FindExited | None:
-        """Finds ranks that have exited or left; None in elastic training, which has liveness rings."""
+        """Finds ranks that have exited or left; None after elastic ranks changed, whose rings find them."""
         return self._groups.ended
 
     def peer_wait(self) -> PeerWait:

@@ -152,7 +152,8 @@ class Planning:
     """Options of connections and collectives; the hook, the backend, `Outer` and `fsdp.apply` take all of them."""
 
     plan: str = "auto"
-    """Plan of the all-reduces: `auto` takes the cheapest; `flat`, `hierarchical` and `leader` force one."""
+    """Plan of the all-reduces: `auto` takes the cheapest for exact sums, and `hierarchical` for compressed ones between
+    nodes; `flat`, `hierarchical` and `leader` force one."""
 
     chunks: int = 0
     """Chunks that a bucket is cut into so that the phases of a plan overlap; 0 lets the planner choose."""

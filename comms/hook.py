@@ -236,7 +236,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return future
 
     def raise_failure(self) -> None:
-        """Raises the error with which a step failed, if one did."""
+        """Raises the error with which a step failed on CUDA; no-op on CPUs, where the futures of a step raise it."""
         if self._connection is not None:
             self._connection.communicator.executor.raise_failure()
 

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `assumed` | a default | | plans; reports mark it as assumed |
 | `given`, `topology` | bootstrap/placement.py | when ranks connect | plans |
-| `probed` | probe.py, unit_rates.py: `probe=True` | before the first step | plans and bits, instead of all others |
+| `probed` | probe.py, unit_rates.py: `probe=True` or learned cuts | before the first step, again | plans and bits |
 | `probed` | quick_probe.py | before the first step | predictions; shares in plans whose bits do not change |
 | `transfers` | first_steps.py | after the first steps | predictions |
 

@@ -1,4 +1,4 @@
-"""The planner: predicts every candidate plan with the cost model, and takes a hierarchical one only if it is faster.
+"""The planner: predicts candidate plans with the cost model; of exact sums a hierarchical one is taken only if faster.
 
 Every rank plans by itself, and all must find the same. Python 3.12 and later round `sum` of floats otherwise than 3.11:
 what a plan depends on is added up by `math.fsum`.

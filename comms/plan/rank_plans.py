@@ -327,9 +327,10 @@ class RankPlans:
         self.clear()
 
     def settle(self, nbytes: int) -> None:
-        """Fixes one plan for every size of bucket: the best for `nbytes`, so that all sums have one order.
+        """Fixes the plan of exact buckets by name, the best for `nbytes`, so that all sums have one order.
 
-        Does nothing if a plan was asked for by name.
+        Chunks still depend on the size of a bucket, and compressed buckets have plans of their own. Does nothing if a
+        plan was asked for by name.
 
         Args:
             nbytes: Size of a usual bucket.

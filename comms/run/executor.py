@@ -51,7 +51,7 @@ class Executor(ABC):
         last: On CUDA, an event after everything issued before the last `release`; None before the first.
         deadline: On CUDA, watches for collectives that exceed the time-out; None on a CPU.
         activity: What this rank is doing, for error messages.
-        aborted: Whether the groups of this rank have been aborted.
+        aborted: Whether the groups of this rank were aborted by a call of `abort`, and not by a failure.
     """
 
     def __init__(self, programs: Programs, stats: PhaseStats, failures: FailureHandler) -> None:

@@ -41,7 +41,7 @@ class FailureHandler:
         self._reporter = reporter
         self._rank = rank
         self._device_state = device_state
-        self._diagnosing = threading.Lock()  # Held during a diagnosis; guards `error`.
+        self._diagnosing = threading.Lock()  # Held during a diagnosis, so that `fail` sets `error` once.
 
     def fail(
         self, where: str, members: Sequence[int], error: BaseException, first: Callable[[], None] = lambda: None

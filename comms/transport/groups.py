@@ -191,8 +191,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
     On CUDA all collectives are issued in one order, so all lanes of a set of ranks share one NCCL communicator. The set
     of all ranks uses the user's own process group if that is one of NCCL.
 
-    Thread safety: `abort` and `disconnect` may be called from any thread. A lane's thread makes only transports of that
-    lane.
+    Thread safety: `abort` and `disconnect` may be called from any thread. A transport is made by one thread: that of
+    its lane, that of lane (0, 0) for a job that stays there, or the caller of `Communicator.connect`.
 
     Args:
         store: Store that all ranks share, with a prefix of its own; its waits do not block other threads.

@@ -103,8 +103,8 @@ class TorchTransport:
         self._alarm = alarm
         self._timeout = timeout
         self._in_flight: dict[int, BackendWork] = {}
-        """Works of the group that have not been waited for to their end. Each entry is added and removed by the lane's
-        thread, and read by others only after that thread has ended."""
+        """Works of the group that have not been waited for to their end. An entry is added by the thread that
+        issues, and removed by the one that waits; other threads read them only after those have ended."""
 
     def _waiting(self, work: BackendWork) -> Work:
         """Returns a work of the group with a deadline, whose wait ends if another rank aborts."""
