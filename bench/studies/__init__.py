@@ -1,4 +1,4 @@
-"""What measures a page of docs/: run from a checkout, not in the wheel. Each module says which page it feeds.
+"""Studies, each of which measures the figures of a page of docs/ and says which; run from a checkout, not in the wheel.
 
 A wheel has this file alone of it, to say so.
 """

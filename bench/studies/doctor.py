@@ -1,11 +1,13 @@
-"""Ten faults injected on an emulated cluster, one at a time, and a healthy one again and again: what does doctor say?
+"""Injects ten faults into an emulated cluster, one at a time, and counts those that `gradwire doctor` names.
+
+Healthy clusters are examined too, of which it must name none.
 
 Feeds docs/results/diagnosis.md.
 
     python -m gradwire.bench.studies.doctor                      # all faults, and 20 healthy runs; needs root
     python -m gradwire.bench.studies.doctor --only slow_link lost_duplex --healthy 0
 
-A fault counts as named when the first finding has its key and, where it sits on one node, names that node alone.
+A fault counts as named if the first finding has its key and, for a fault of a single node, names that node alone.
 """
 
 import json
@@ -43,29 +45,36 @@ Injection = Callable[[EmulatedCluster], object]
 
 @dataclass(frozen=True, kw_only=True)
 class InjectedFault:
-    """Something that is made wrong on purpose."""
+    """One fault, and the finding that the doctor should report for it.
+
+    Attributes:
+        name: Name of the fault.
+        key: Key of the finding that should come first; empty if nothing should be found.
+        node: Node that the finding should name; None if the fault concerns several.
+        inject: Function that makes the fault before the doctor runs.
+        meanwhile: Context manager of the cluster that makes the fault only while the doctor runs.
+        order: Order in which ranks are placed on nodes.
+        environment: Variables that every rank gets.
+        before: Words of a shell that every rank runs before the doctor; `$GROUP_RANK` is its node.
+        extra: True if the fault is not one of the ten that are counted.
+    """
 
     name: str
     key: str
-    """Of the finding that should come first."""
     node: str | None = None
-    """Where it sits, if on one node alone."""
     inject: Injection = lambda _: None
     meanwhile: Callable[[EmulatedCluster], AbstractContextManager[object]] = nullcontext
-    """What goes wrong for as long as the doctor runs."""
     order: Order = "contiguous"
     environment: Mapping[str, str] = field(default_factory=dict)
     before: str = ""
-    """Shell words that every rank runs before the doctor; GROUP_RANK is its node."""
     extra: bool = False
-    """Beside the ten."""
 
 
 def inside(cluster: EmulatedCluster, node: int, script: str) -> None:
-    """Runs lines of a shell on a node.
+    """Runs lines of a shell on a node, to inject a fault.
 
     Raises:
-        RuntimeError: One failed, with what it said.
+        RuntimeError: A line failed; the message has its error output.
     """
     done = run_shell("set -e\n" + script, prefix=cluster.enter(node))
     if done.returncode != 0:
@@ -73,7 +82,7 @@ def inside(cluster: EmulatedCluster, node: int, script: str) -> None:
 
 
 def on_node(node: int, script: str) -> Injection:
-    """Lines of a shell that break a node."""
+    """Returns an injection that runs lines of a shell on one node."""
     return lambda cluster: inside(cluster, node, script)
 
 
@@ -84,7 +93,7 @@ TINY_SHARED_MEMORY = "mount -o remount,size=1m tmpfs /dev/shm"
 OTHER_MTU = f"ip link set {INTERFACE} mtu 900"
 
 SMALL_WINDOWS = "echo '4096 4096 4096' > /proc/sys/net/ipv4/tcp_rmem"
-"""The kernel buffers one page for each connection."""
+"""Limits the kernel's receive buffer of each TCP connection to one page."""
 
 HALF_DUPLEX = f"""
 ip link add wire0 type ifb
@@ -95,25 +104,28 @@ tc qdisc add dev {INTERFACE} clsact
 tc filter add dev {INTERFACE} ingress protocol all u32 match u32 0 0 action mirred egress redirect dev wire0
 tc filter add dev {INTERFACE} egress protocol all u32 match u32 0 0 action mirred egress redirect dev wire0
 """
-"""What a node sends and what it receives pass one queue of the link's rate."""
+"""Sends a node's outgoing and incoming packets through one queue of the link's rate, as a half-duplex link does."""
 
 
 def second_network(cluster: EmulatedCluster) -> None:
-    """A second network with a quarter of the rate, which a variable names."""
+    """Adds a second network, with a quarter of the rate, to all nodes; the fault's variables select it."""
     cluster.add_network("eth1")
     for node in range(len(cluster.nodes)):
         cluster.limit(node, "eth1", 1, SLOW_BITS_PER_SECOND)
 
 
 def lossy_link(cluster: EmulatedCluster) -> None:
-    """A node loses one in fifty of the packets that come, and TCP is reno, which takes it for congestion."""
+    """Makes node 1 lose one in fifty of the packets that it receives, and all nodes use TCP reno.
+
+    Reno takes such loss for congestion and sends more slowly.
+    """
     for node in range(len(cluster.nodes)):
         inside(cluster, node, "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
     inside(cluster, 1, f"iptables -A INPUT -i {INTERFACE} -m statistic --mode random --probability 0.02 -j DROP")
 
 
 def blocked_pair(cluster: EmulatedCluster) -> None:
-    """A firewall between two nodes drops what one sends to the other."""
+    """Makes node 1 drop the TCP packets that node 2 sends to it, as a firewall would."""
     inside(cluster, 1, f"iptables -A INPUT -s {cluster.address(2)} -p tcp -j DROP")
 
 
@@ -150,16 +162,18 @@ while True:
     send(found, signal.SIGCONT)
     time.sleep(runs)
 """
-"""From the doctor's first UDP socket on, its processes run a quarter of the time that others get here; on a machine
-whose cores many share that is less than a quarter, and would not be felt otherwise. It comes first itself, or it would
-let them run for as long as it waits for a core. Those that came from outside, with no parent here, go on: nsenter stops
-with its child.
+"""Python script that lets the doctor's processes of a node run a quarter of the time that others get, by SIGSTOP and
+SIGCONT, from their first UDP socket on.
+
+On a machine whose cores are shared the share is smaller still, or the fault would not be felt. The script has real-time
+priority, or the processes would run for as long as it waits for a core. Processes without a parent in the node's
+namespace are left alone: nsenter would stop together with its child.
 """
 
 
 @contextmanager
 def throttled(cluster: EmulatedCluster) -> Iterator[None]:
-    """A node whose processors run a quarter of the time, as one that is too hot or taken away, without saying so."""
+    """Throttles node 2 to a quarter of the time during a `with` block, as overheating or a busy hypervisor would."""
     with subprocess.Popen([*cluster.enter(2), sys.executable, "-I", "-S", "-c", THROTTLE]) as throttle:
         try:
             yield
@@ -171,17 +185,17 @@ OLD_VERSION = "0.0.9"
 
 
 def install_other_version(folder: Path) -> None:
-    """Makes a folder in which another gradwire says that it is installed."""
+    """Writes the metadata of an installed gradwire of version `OLD_VERSION` into a folder, for PYTHONPATH."""
     own = folder / f"gradwire-{OLD_VERSION}.dist-info"
     own.mkdir()
     (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gradwire\nVersion: {OLD_VERSION}\n")
 
 
 def faults(folder: Path) -> tuple[InjectedFault, ...]:
-    """The faults.
+    """Returns all faults: the ten that are counted, then the extra ones.
 
     Args:
-        folder: For files that a fault needs, while it is there.
+        folder: Folder for files that a fault needs; must exist while the faults are used.
     """
     install_other_version(folder)
     return (
@@ -231,7 +245,16 @@ def faults(folder: Path) -> tuple[InjectedFault, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorRun:
-    """What the doctor said of one cluster."""
+    """One run of the doctor on one cluster.
+
+    Attributes:
+        name: Name of the fault, or `healthy`.
+        findings: Findings of the doctor's JSON, in its order.
+        seconds: Duration of the run.
+        expected: Fault that was injected; None for a healthy cluster.
+        load: Load of the machine at the end.
+        facts: Facts of the doctor's JSON, to look up why it judged so.
+    """
 
     name: str
     findings: tuple[dict[str, Any], ...]
@@ -239,11 +262,10 @@ class DoctorRun:
     expected: InjectedFault | None = None
     load: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
-    """As measured; for whoever wonders why."""
 
     @property
     def right(self) -> bool:
-        """The fault first; on a healthy cluster nothing."""
+        """Whether the expected fault came first, on the right node; on a healthy cluster, whether nothing was found."""
         if self.expected is None or not self.expected.key:
             return not self.findings
         if not self.findings or self.findings[0]["key"] != self.expected.key:
@@ -252,10 +274,10 @@ class DoctorRun:
 
 
 def examine(fault: InjectedFault | None) -> DoctorRun:
-    """Runs `gradwire doctor` on a cluster of its own.
+    """Runs `gradwire doctor` on an emulated cluster of its own.
 
     Args:
-        fault: What is wrong with it; None for nothing.
+        fault: Fault to inject; None examines a healthy cluster.
 
     Raises:
         RuntimeError: The doctor itself failed.
@@ -288,7 +310,7 @@ def examine(fault: InjectedFault | None) -> DoctorRun:
 
 
 def table(runs: Sequence[DoctorRun]) -> Table:
-    """A row for each run."""
+    """Returns a table for the terminal with a row for each run."""
     title = f"`gradwire doctor` on {len(NODES)} nodes of {NODES[0]} ranks, {NIC}"
     names = "injected", "named first", "also named", "right"
     shown = Table(*names, *right_columns("seconds", "load"), title=title)
@@ -300,10 +322,13 @@ def table(runs: Sequence[DoctorRun]) -> Table:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the faults and the healthy clusters; 1 where more than one of the ten is missed, or a healthy one is blamed.
+    """Examines clusters with faults and healthy ones, and prints a table.
 
     Args:
-        argv: See the module's docstring.
+        argv: Options of the command line; see the module's docstring.
+
+    Returns:
+        The exit status: 1 if more than one of the ten faults was missed, or anything was found on a healthy cluster.
     """
     parser = StudyParser("doctor", __doc__)
     parser.add_argument("--healthy", type=int, default=20, metavar="N", help="runs on a healthy cluster (default 20)")

@@ -1,4 +1,4 @@
-"""Gradients of both convergence tasks at some steps of a training, for `gradwire bench codecs --gradients FILE`.
+"""Saves gradients of both convergence tasks at some steps of a training, for `gradwire bench codecs --gradients FILE`.
 
     python -m gradwire.bench.studies.gradients gradients.npz [--steps 20,200,600]
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, schedules_of
 
 STEPS = (20, 200, 600)
-"""Soon after the start, where the loss falls fast, and late."""
+"""Steps whose gradients are saved: soon after the start, while the loss falls fast, and late."""
 
 
 def _gradient(task: Task, model: nn.Module, step: int, rank: int) -> Tensor:
@@ -32,11 +32,11 @@ def gradients(task: Task, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Trains a model by plain averaging and yields the first node's gradient at some steps.
 
     Args:
-        task: What is trained.
-        steps: Ascending, each below the task's own number of steps.
+        task: Task to train; its data are loaded here.
+        steps: Numbers of the steps, ascending, each below the task's own number of steps.
 
     Yields:
-        The step, and the gradient (parameters) float32.
+        (step, 1-D float32 gradient with as many elements as the model has parameters).
     """
     task.load()
     model = task.model(0)
@@ -56,7 +56,7 @@ def gradients(task: Task, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
 
 
 def main() -> None:
-    """Writes the file."""
+    """Trains both tasks as far as needed and writes the gradients to a NumPy archive, by `TASK/STEP`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--steps", default=",".join(map(str, STEPS)), help="of the training, ascending")

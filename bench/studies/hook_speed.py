@@ -1,4 +1,4 @@
-"""One bucket through the DDP hook, on emulated clusters: seconds and bytes on the busiest network card.
+"""Measures one bucket through the DDP hook on emulated clusters: seconds, and bytes on the busiest node's NIC.
 
 Feeds docs/results/performance.md, docs/results/compressors.md and docs/results/exchanges.md.
 
@@ -62,8 +62,9 @@ CASES = {
 """Name -> (ranks of each node, order of the ranks)."""
 
 DATA_SHARE = 1448 / 1514
-"""Of a full Ethernet frame at MTU 1500, as the emulated links count it: 14 bytes of Ethernet, 20 of IP, 20 of TCP and
-12 of its timestamps are not data. Source: RFC 791, RFC 9293 and RFC 7323, IEEE 802.3; acknowledgements come on top."""
+"""Data as a share of a full Ethernet frame at MTU 1500, as the emulated links count it: 14 bytes of Ethernet, 20 of IP,
+20 of TCP and 12 of its timestamps are not data. Acknowledgements come on top. Source: RFC 791, RFC 9293 and RFC 7323,
+IEEE 802.3."""
 
 NOTHING = "no averaging"
 PLAIN, RING, GRADWIRE, RATE_UNKNOWN = "plain DDP", "gloo all_reduce", "gradwire", "gradwire, rate unknown"
@@ -104,7 +105,7 @@ class HookSpeedResult:
 
 
 class Given(torch.autograd.Function):
-    """A function whose gradient is an argument: a backward pass computes nothing and allocates nothing."""
+    """Has a gradient that is its second argument: a backward pass computes nothing and allocates nothing."""
 
     @staticmethod
     def forward(context: FunctionCtx, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -120,9 +121,12 @@ class Given(torch.autograd.Function):
 
 
 class OneBucket(nn.Module):
-    """A model whose gradient is given, so that a backward pass is one bucket and little else.
+    """Has one parameter whose gradient is its input, so that a backward pass is one bucket and little else.
 
-    16 ranks on two cores pay eight times for every pass over memory, and would hide the link behind it.
+    Sixteen ranks on two cores pay eight times for every pass over memory, which would hide the link's time.
+
+    Args:
+        shape: Shape of the parameter.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -148,7 +152,7 @@ def _ddp(shape: tuple[int, ...]) -> DistributedDataParallel:
 
 
 def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name: str) -> Configuration:
-    """Makes a configuration of one forward and backward pass.
+    """Makes a configuration whose step is one forward and backward pass.
 
     Args:
         model: Model of one bucket.
@@ -179,7 +183,7 @@ def configurations(
     """Makes the configurations that average one bucket, on all ranks in the same order.
 
     Args:
-        place: This rank of the forked job.
+        place: Rank and nodes of the forked job.
         numel: Number of float32 in the bucket.
         node_rates: Bytes per second of each node's link.
         compressors: Names of compressors to compare in place of other exact configurations; may be empty.
@@ -234,8 +238,9 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """Runs one rank's part of the comparison; rank 0 reports the figures. Returns its exit status.
 
     Args:
-        place: This rank of the forked job.
-        arguments: Elements in the bucket, rounds, bytes per second of each node's link with commas, compressors.
+        place: Rank and nodes of the forked job.
+        arguments: Number of elements in the bucket, number of rounds, bytes per second of each node's link (separated
+            by commas), then the names of compressors.
     """
     numel, rounds, node_rates = int(arguments[0]), int(arguments[1]), [float(each) for each in arguments[2].split(",")]
     return tell_turns(place, lambda _: configurations(place, numel, node_rates, arguments[3:]), rounds=rounds, warmup=2)
@@ -248,7 +253,7 @@ def measure(
 
     Args:
         case: Name of the cluster, a key of `CASES`.
-        nic: Rate of each node's link; one for all, or one for each with commas.
+        nic: Rate of each node's link: one for all, or one for each, separated by commas.
         numel: Number of float32 elements in the bucket.
         rounds: Number of timed rounds.
         compressors: Names of compressors to compare in place of other exact configurations; may be empty.
@@ -291,7 +296,7 @@ def measure(
 
 
 def table(results: list[HookSpeedResult], title: str) -> Table:
-    """The results as a table."""
+    """Returns the results as a table for the terminal, with `title` above it."""
     rows = Table(*COLUMNS[:2], *right_columns(*COLUMNS[2:]), title=title)
     for one in results:
         rows.add_row(*one.cells())

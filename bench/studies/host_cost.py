@@ -1,9 +1,9 @@
-"""What the hook costs the host for one bucket on the CUDA path, without a GPU.
+"""Measures what the hook costs the host for one bucket on the CUDA path, without a GPU.
 
-Everything of Python runs as it does there: hook state, fusion, plans, executor, compressors. What it would call is
-replaced by nothing: NCCL's collectives, streams, events and kernels. So a figure is a lower bound for a machine with a
-GPU, where each call of CUDA and NCCL adds some microseconds of its own; how many of those there are is counted. The
-tensors are small, so that what torch computes in place of kernels takes no time of note.
+All Python code runs as it does there: hook state, fusion, plans, executor, compressors. NCCL's collectives, streams,
+events and kernels are replaced by calls that do nothing. So a figure is a lower bound for a machine with a GPU, where
+each call of CUDA and NCCL adds some microseconds of its own; those calls are counted. The tensors are small, so that
+what torch computes in place of kernels takes hardly any time.
 
     python -m gradwire.bench.studies.host_cost --nodes 2 --gpus 8
 
@@ -42,13 +42,13 @@ from gradwire.compressors.base import Compressor, Layout
 from gradwire.compressors.kernels import dispatch, reference
 
 BUCKETS = 8
-"""Of a step."""
+"""Number of buckets in a step."""
 SLICES, SHAPE = 12, (32, 64)
-"""Parameters of a bucket, each of that shape."""
+"""Number of parameters in a bucket, and the shape of each."""
 NUMEL = SLICES * math.prod(SHAPE)
 STEPS = 30
 ROUNDS = 7
-"""The fastest counts: whatever disturbs a measurement makes it slower."""
+"""Number of timed rounds; the fastest counts, because disturbances only make a round slower."""
 CPU = torch.device("cpu")
 
 COMPRESSORS: dict[str, dict[str, bool | int | float | str]] = {
@@ -166,14 +166,15 @@ def host_cost(
     device: torch.device = CPU,
     rounds: int = ROUNDS,
 ) -> HostCost:
-    """Measures one setting.
+    """Measures what a bucket costs the host under one plan and compressor, as rank 0 of an imaginary cluster.
 
     Args:
         nodes: Number of nodes.
         gpus: Number of GPUs of each node.
         plan: `flat` or `hierarchical`.
         compressor: Name of the compressor; `none` is exact.
-        device: On a CUDA device streams and kernels are real; on a CPU they are replaced by calls that do nothing.
+        device: Device of the tensors. On a CUDA device streams and kernels are real; on a CPU they are replaced by
+            calls that do nothing.
         rounds: Number of rounds of `STEPS` steps that are timed; 1 is enough to count calls.
     """
     with patch.dict(dispatch.KERNELS_ON, {"cpu": cast(Any, _NoKernels())}):
@@ -259,7 +260,7 @@ def table(costs: Sequence[HostCost]) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Measures a flat exact plan and a hierarchical one with each compressor, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=8, help="of each node")

@@ -46,19 +46,27 @@ from typing import Any
 
 RANKS_PER_NODE = 2
 WIDTH = 256
-"""Of the model, which has some WIDTH^2 parameters."""
+"""Width of the model's hidden layers; the model has about WIDTH^2 parameters."""
 PORT_OF_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+"""Environment variable by which torch takes the store at MASTER_PORT instead of serving one itself."""
 KINDS = ("kill", "again", "forward", "freeze", "cut")
 
 STEP_AGAIN_SECONDS, REJOIN_SECONDS = 60.0, 120.0
-"""After that long the study gives up on a job; what is wanted is 10 s and 60 s."""
+"""Limits after which the study reports a failure: for the survivors' next step, and for the first step of all ranks
+with the replacement. Wanted are 10 s and 60 s."""
 
 STABLE_SECONDS = 1.0
-"""After a job is complete again: from then on its steps count as undisturbed."""
+"""Pause after a fault is over and its rank replaced; steps after it count as undisturbed."""
 
 
 def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> None:
-    """One rank: trains until it is told to stop by a file beside its log."""
+    """Runs one rank: trains, and logs its steps, until the file `stop` next to its log names a step to end at.
+
+    Args:
+        environment: Variables to set in this process, which was forked for the rank.
+        log: File for the steps, a line of JSON each; the changes of membership are written beside it at the end.
+        options: `compressor`, `compute` (seconds of computation a step) and `row_every` (steps from line to line).
+    """
     os.environ.update(environment)  # noqa: TID251 - of this rank, which was forked
     import torch
     import torch.distributed as dist
@@ -82,7 +90,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
     torch.manual_seed(0)
 
     class Work(nn.Module):
-        """Takes time in the forward pass, as a model does."""
+        """Passes its input on after a pause, in place of a model's computation."""
 
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             time.sleep(options["compute"] / 3)
@@ -131,7 +139,11 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
 
 
 def agent() -> int:
-    """Starts ranks on a node, and sends signals to them: a line of JSON for each order, and for each end of a rank."""
+    """Runs a node's agent: starts ranks and signals them, as orders on stdin say, until stdin ends.
+
+    An order is a line of JSON on stdin; the exit code of each rank, and the list of the node's shared memory segments
+    when asked for, are lines of JSON on stdout. Ranks that still run at the end are killed.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "gradwire.comms.hook"])
     ranks: dict[int, BaseProcess] = {}
@@ -169,7 +181,7 @@ def agent() -> int:
 
 
 def serve_store(host: str) -> int:
-    """Serves the job's store until stdin ends."""
+    """Serves the job's TCPStore on a free port of `host`, which is printed, until stdin ends."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -179,10 +191,13 @@ def serve_store(host: str) -> int:
 
 
 class Node:
-    """Where ranks run: a node's agent, seen from outside.
+    """Starts the agent of one node, sends it orders and collects the exit codes of its ranks.
 
     Args:
-        prefix: Words that run a command on the node; none for this machine itself.
+        prefix: Words to put before a command so that it runs on the node; empty for this machine itself.
+
+    Attributes:
+        codes: Exit codes by rank number, of the ranks that have ended.
     """
 
     def __init__(self, prefix: Sequence[str]) -> None:
@@ -204,19 +219,19 @@ class Node:
                 self.codes[word["rank"]] = word["code"]
 
     def order(self, **words: object) -> None:
-        """Has the agent do something."""
+        """Sends the agent one order; see `agent`. Does not wait until it is carried out."""
         assert self._agent.stdin is not None
         self._agent.stdin.write(json.dumps(words) + "\n")
 
     def segments(self) -> set[str]:
-        """The node's segments of gradwire in /dev/shm."""
+        """Returns the paths of gradwire's segments in the node's /dev/shm; empty also if no answer came in 30 s."""
         self._heard.clear()
         self.order(rank=0, segments=True)
         self._heard.wait(30)
         return set(self._segments or ())
 
     def close(self) -> None:
-        """Ends the agent, and its ranks with it."""
+        """Ends the agent and its ranks; kills the agent if it has not ended after 20 s."""
         assert self._agent.stdin is not None
         self._agent.stdin.close()
         try:
@@ -228,14 +243,14 @@ class Node:
 
 @dataclass
 class Rank:
-    """A process, the node it is on, and what it writes.
+    """One process of the job, with its node and its log.
 
     Attributes:
-        number: In the order of the starts.
-        place: Number of its node.
-        node: Its node.
-        log: Its file of steps.
-        started: When, by time.time().
+        number: Position of the process in the order in which processes were started; a replacement gets a new one.
+        place: Index of the node.
+        node: The agent that has started the process: that of this machine if nodes are logical.
+        log: File of the process's steps.
+        started: Time of the start, by time.time().
     """
 
     number: int
@@ -246,29 +261,30 @@ class Rank:
 
     @property
     def code(self) -> int | None:
-        """How it has ended; None while it runs."""
+        """The exit code, negative after a signal; None while the process runs."""
         return self.node.codes.get(self.number)
 
     def send(self, number: signal.Signals) -> float:
-        """Sends it a signal; when."""
+        """Sends the process a signal through its agent; returns the time of the order, by time.time()."""
         self.node.order(rank=self.number, signal=int(number))
         return time.time()
 
 
 @dataclass
 class Findings:
-    """What the faults of one job showed.
+    """Measurements and problems of one job that was disturbed by faults.
 
     Attributes:
-        struck: When the faults happened, by time.time().
-        stepped: Seconds from a fault to the last survivor's next step.
-        rejoined: Seconds from the start of the new process to the first step of all ranks.
-        problems: What was wrong, in words.
-        steps: Steps that the job has made, each with the share of the ranks that made it.
-        seconds: How long that took.
-        undisturbed: Seconds of a step without a fault.
-        kinds: How often each kind of fault happened.
-        parts: What a change of the ranks consists of: seconds by name, of the slowest rank, without and with new ranks.
+        struck: Times of the faults, by time.time().
+        stepped: For each fault, seconds until the last survivor's next step.
+        rejoined: For each replaced rank, seconds from the start of the new process to the first step of all ranks.
+        problems: Sentences about everything that was wrong; empty if nothing was.
+        steps: Number of steps that the job has made, each counted as the share of the ranks that made it.
+        seconds: Duration of those steps, from the first pause before a fault to the end.
+        undisturbed: Mean seconds of a step without a fault; 0.0 if none was seen.
+        kinds: Number of faults of each kind.
+        parts: For changes without (False) and with (True) new ranks, the median seconds of each part of a change on
+            its slowest rank, by the part's name.
     """
 
     struck: list[float] = field(default_factory=list)
@@ -283,13 +299,20 @@ class Findings:
 
 
 class Job:
-    """A running job.
+    """Starts an elastic job, its nodes and its store, and follows it by the logs of its ranks.
 
     Args:
-        options: Of the study.
-        compressor: Its name, or `none`.
-        folder: For the ranks' logs.
-        stack: Ends what is started.
+        options: Options of the study, as `main` parses them.
+        compressor: Name of the compressor, or `none`.
+        folder: Folder for the ranks' logs.
+        stack: Receives callbacks that end the nodes, the store and the emulated cluster.
+
+    Attributes:
+        size: Number of ranks of the complete job.
+        nodes: The nodes' agents; only one if nodes are logical.
+        all: Every process started so far, replaced ones included.
+        ranks: The processes that are meant to be running.
+        segments: For each of `nodes`, the segments in /dev/shm before the job.
     """
 
     def __init__(self, options: argparse.Namespace, compressor: str, folder: Path, stack: ExitStack) -> None:
@@ -339,13 +362,18 @@ class Job:
         return made
 
     def replace(self, rank: Rank) -> Rank:
-        """Starts another process on the node of a rank that is gone."""
+        """Starts a process that joins the job, on the node of a rank that was lost, and returns it."""
         made = self._start(None, rank.place)
         self.ranks.append(made)
         return made
 
     def rows(self, rank: Rank, last: int | None = None) -> list[dict[str, Any]]:
-        """The steps that a rank has written down, or the last so many of them."""
+        """Returns the complete lines of a rank's log, parsed.
+
+        Args:
+            rank: The process.
+            last: About how many lines from the end to read; None reads all.
+        """
         with rank.log.open("rb") as file:
             if last is not None:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * last))
@@ -353,7 +381,12 @@ class Job:
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
     def wait(self, ranks: Sequence[Rank], after: float, size: int, seconds: float) -> float | None:
-        """When the last of the ranks had ended a step of so many, later than `after`; None if that did not come."""
+        """Waits until each of `ranks` has made a step together with `size` ranks later than `after`.
+
+        Returns:
+            The time at which the last of them ended its first such step, by time.time(); None if a rank ended before,
+            or `seconds` passed.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             ends = []
@@ -369,7 +402,7 @@ class Job:
         return None
 
     def stop(self) -> None:
-        """Has all ranks end at the same step, and waits for them."""
+        """Tells all ranks to end at the same step, and waits at most 60 s for them."""
         latest = max((row["step"] for rank in self.ranks for row in self.rows(rank)[-1:]), default=0)
         (self._folder / "stop.new").write_text(str(latest + 20))
         (self._folder / "stop.new").rename(self._folder / "stop")
@@ -378,7 +411,11 @@ class Job:
             time.sleep(0.05)
 
     def check(self) -> list[str]:
-        """What is wrong with what the ranks have written down, or left."""
+        """Returns what is wrong after the job has ended, a sentence each; empty if nothing is.
+
+        Checks the logs for steps that are missing, repeated or differ in their weights between ranks, the exit codes
+        of the ranks that were meant to run, and /dev/shm for new segments.
+        """
         problems = []
         weights: dict[int, set[int]] = defaultdict(set)
         every = self._options["row_every"]
@@ -405,10 +442,14 @@ class Job:
         return problems
 
     def parts(self, struck: Sequence[float]) -> dict[bool, dict[str, float]]:
-        """Medians of what the changes consisted of, of the slowest rank in each; without and with new ranks.
+        """Returns how long each part of a change of membership took: medians over the changes, of the slowest rank.
 
         Args:
-            struck: When the faults happened: what passes until a rank begins to recover is its `notice`.
+            struck: Times of the faults, by time.time(). The time from a fault until a rank begins to recover is the
+                part `notice`.
+
+        Returns:
+            For changes without (False) and with (True) new ranks, seconds by name of the part.
         """
         slowest: dict[tuple[bool, int], dict[str, float]] = {}
         for rank in self.ranks:
@@ -430,13 +471,21 @@ class Job:
 
 @contextmanager
 def job(options: argparse.Namespace, compressor: str) -> Iterator[Job]:
-    """A job, ended in any case."""
+    """Runs an elastic job in the `with` block; ends its processes and removes its logs at the block's end."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         yield Job(options, compressor, Path(folder), stack)
 
 
 def grown(rows: Sequence[dict[str, Any]], size: int) -> list[str]:
-    """Returns which resources of the oldest rank grew, from the minima of the generations that had all ranks."""
+    """Returns which resources of the oldest rank grew, a sentence each; prints the figures it judges by.
+
+    The least of each generation's values is taken, of generations that had all ranks; threads and descriptors have
+    grown if a later half of the generations has more than the earlier one. Memory is printed, but not judged.
+
+    Args:
+        rows: The lines of the rank's log.
+        size: Number of ranks of the complete job.
+    """
     problems = []
     generations: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -454,7 +503,16 @@ def grown(rows: Sequence[dict[str, Any]], size: int) -> list[str]:
 
 
 def disturb(running: Job, kind: str, found: Findings) -> tuple[float, list[Rank]]:
-    """Does something to a job; when, and which ranks are lost by it."""
+    """Injects one fault of `kind` into a job; see the module's docstring for the kinds.
+
+    Args:
+        running: The job; lost ranks are removed from its `ranks`.
+        kind: One of `KINDS`.
+        found: Its count of the kind is increased.
+
+    Returns:
+        The time of the fault, by time.time(), and the ranks that are lost by it; none for `cut`.
+    """
     found.kinds[kind] += 1
     victim = random.choice(running.ranks)
     if kind == "cut":
@@ -478,7 +536,11 @@ def disturb(running: Job, kind: str, found: Findings) -> tuple[float, list[Rank]
 
 
 def faults(options: argparse.Namespace, compressor: str) -> Findings:
-    """Disturbs one job, time and again, and replaces the ranks that are lost."""
+    """Injects `options.faults` faults into one job, one after the other, and replaces the ranks that are lost.
+
+    Returns:
+        The measurements; they end early, with a problem, if the job does not recover within the limits.
+    """
     found = Findings()
     with job(options, compressor) as running:
         if running.wait(running.ranks, 0.0, running.size, 120) is None:
@@ -488,12 +550,14 @@ def faults(options: argparse.Namespace, compressor: str) -> Findings:
         began = stable = time.time()
         quiet_steps, quiet_seconds, kinds = 0, 0.0, options.kinds.split(",")
         for number in range(options.faults):
+            # Wait, by a random time, and count the undisturbed steps since the last fault was over.
             pause = (options.every or options.pause) * (0.75 + 0.5 * random.random())
             due = began + (number + 0.25 + 0.5 * random.random()) * options.every if options.every else stable + pause
             time.sleep(max(0.0, due - time.time()))
             quiet = [row["time"] for row in running.rows(running.ranks[0]) if row["time"] > stable]
             quiet_steps += max(0, len(quiet) - 1)
             quiet_seconds += quiet[-1] - quiet[0] if quiet else 0.0
+            # Inject the fault, and wait until the survivors step again.
             kind = kinds[number % len(kinds)]
             struck, lost = disturb(running, kind, found)
             size = running.size - len(lost)
@@ -508,6 +572,7 @@ def faults(options: argparse.Namespace, compressor: str) -> Findings:
                 return found
             found.struck.append(struck)
             found.stepped.append(end - struck)
+            # Replace the lost ranks, and wait for a step of all ranks. A frozen one wakes up and must end by itself.
             for rank in lost:
                 if kind == "freeze":
                     rank.send(signal.SIGCONT)
@@ -528,6 +593,7 @@ def faults(options: argparse.Namespace, compressor: str) -> Findings:
             stable = time.time() + STABLE_SECONDS
         if options.every:
             time.sleep(max(0.0, began + options.faults * options.every - time.time()))
+        # Count the steps by the share of the ranks that made them, then end the job and check what it left.
         ended = time.time()
         oldest = max(running.ranks, key=lambda rank: len(running.rows(rank)))
         found.seconds = ended - began
@@ -547,7 +613,11 @@ def faults(options: argparse.Namespace, compressor: str) -> Findings:
 
 
 def soak(options: argparse.Namespace, compressor: str) -> int:
-    """Trains for many steps; what has grown between their second tenth and their last."""
+    """Trains for `options.steps` steps without a fault, and prints what grew between the second tenth and the last.
+
+    Returns:
+        The exit status: 1 if a rank ended, a check failed, or threads, descriptors or memory (by over 2 %) have grown.
+    """
     began = time.time()
     with job(options, compressor) as running:
         while (rows := running.rows(running.ranks[0], 3)) == [] or rows[-1]["step"] < options.steps:
@@ -577,7 +647,7 @@ def soak(options: argparse.Namespace, compressor: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the study and prints one line a job."""
+    """Runs the study for each compressor and prints a line a job; returns 1 if anything was wrong, 0 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--nic", help="emulate the nodes, with links of this rate: 200mbit")

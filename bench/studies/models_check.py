@@ -1,4 +1,4 @@
-"""Columns of docs/results/models_by_link.md on the emulator: steps of `predict --models` beside measured ones.
+"""Measures steps of docs/results/models_by_link.md on the emulator, beside those that `predict --models` predicts.
 
     python -m gradwire.bench.studies.models_check --json rows.json               # int8; 1, 10 and 25 GbE
     python -m gradwire.bench.studies.models_check --model gpt2 --link "10 GbE"   # one row
@@ -25,30 +25,31 @@ from gradwire.bench.studies.tables.page import markdown
 from gradwire.bench.terminal import add_json_option, complain, write_json
 
 NODES, RANKS_PER_NODE = 2, 4
-"""Of the column: two of the table's nodes."""
+"""Nodes, and ranks on each, of the emulated cluster: those of the table's columns for two nodes."""
 RATES = {"1 GbE": "1gbit", "2.5 GbE": "2.5gbit", "10 GbE": "10gbit", "25 GbE": "25gbit"}
 """Links of the table with one NIC a node; two NICs of one node are not emulated."""
 LINKS = ("1 GbE", "10 GbE", "25 GbE")
-"""Those that README shows."""
+"""Links of the rows that are measured by default: those that README shows."""
 CONFIGURATIONS = {"exact": "gradwire hierarchical", "int8": "gradwire int8", "waterfill4": "gradwire waterfill4"}
-"""Column -> who stands for it in `gradwire compare`."""
+"""Column of the table -> configuration of `gradwire compare` that measures it."""
 MOST_PLAIN_SECONDS = 12.0
-"""A row is left out where plain DDP, which `compare` always runs, would take longer for a step."""
+"""Longest predicted step of plain DDP; slower rows are skipped, because `compare` always runs plain DDP too."""
 TIMEOUT_SECONDS = 590
+"""Timeout of one run of `gradwire compare`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """One cell of the table.
+    """One cell of the table, predicted and measured.
 
     Attributes:
-        model: As the table has it.
-        link: As the table has it.
-        column: As the table has it.
-        predicted_seconds: A step, as the table has it.
-        measured_seconds: A step on the emulator over `slow_motion`; the median of the rounds.
-        factor: Gradients and links had 1/factor of their bytes.
-        slow_motion: Everything lasted so many times as long.
+        model: Title of the model, as in the table.
+        link: Name of the link, as in the table; a key of `RATES`.
+        column: Name of the column; a key of `CONFIGURATIONS`.
+        predicted_seconds: Predicted duration of a step, as in the table.
+        measured_seconds: Duration of a step on the emulator divided by `slow_motion`; median of the rounds.
+        factor: Divisor of the gradients' bytes and of the links' rates on the emulator.
+        slow_motion: Factor by which everything on the emulator took longer.
     """
 
     model: str
@@ -61,11 +62,7 @@ class CheckedRow:
 
 
 def case_of(model: PublicModel) -> dict[str, object]:
-    """The model as `gradwire compare --replay FILE.json` reads it.
-
-    Args:
-        model: One of the table's.
-    """
+    """Returns the model in the form that `gradwire compare --replay FILE.json` reads."""
     return {
         "name": model.title,
         "source": f"assumed by gradwire predict --models, for {model.batch}",
@@ -75,7 +72,11 @@ def case_of(model: PublicModel) -> dict[str, object]:
 
 
 def predictions() -> dict[tuple[str, str], dict[str, float]]:
-    """(model, link) -> a predicted step of each column in seconds, on `NODES` nodes."""
+    """Runs `gradwire predict --models` and returns its steps on `NODES` nodes.
+
+    Returns:
+        (name of the model, link) -> column -> predicted seconds of a step.
+    """
     command = [sys.executable, "-m", "gradwire", "predict", "--preset", "pcie_box", "--models", "--json"]
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return {(row["model"], row["link"]): row["seconds"] for row in rows if row["nodes"] == NODES}
@@ -84,20 +85,21 @@ def predictions() -> dict[tuple[str, str], dict[str, float]]:
 def measure(
     model: PublicModel, link: str, columns: Sequence[str], rounds: int, slow_motion: int | None
 ) -> tuple[dict[str, float], int, int]:
-    """A step of each column on the emulator, taken in turns with the others'.
+    """Measures a step of each column on the emulator, with the configurations taking turns.
 
     Args:
-        model: Which.
-        link: One of `RATES`.
-        columns: Of `CONFIGURATIONS`.
-        rounds: Steps of each that are timed.
-        slow_motion: None: as `gradwire compare` chooses it.
+        model: Model to replay.
+        link: Key of `RATES`.
+        columns: Keys of `CONFIGURATIONS`.
+        rounds: Number of timed steps of each column.
+        slow_motion: Factor by which everything takes longer; None leaves the choice to `gradwire compare`.
 
     Returns:
-        Each column's seconds over the slow motion, the factor, the slow motion.
+        (column -> seconds of a step divided by the slow motion, divisor of bytes and rates, slow motion).
 
     Raises:
-        RuntimeError: The comparison failed; with what it said.
+        RuntimeError: `gradwire compare` failed; the message has the end of its output.
+        subprocess.TimeoutExpired: It took longer than `TIMEOUT_SECONDS`.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-models-") as folder:
         case, found = Path(folder, "case.json"), Path(folder, "found.json")
@@ -120,11 +122,7 @@ def measure(
 
 
 def as_markdown(rows: list[CheckedRow]) -> str:
-    """The table for the page.
-
-    Args:
-        rows: What was measured.
-    """
+    """Returns the measured cells as a table in Markdown."""
     cells = [["model", "link", "F, T", "column", "predicted ms", "emulated ms", "ratio"]]
     for row in rows:
         ratio = f"{row.measured_seconds / row.predicted_seconds:.2f}"
@@ -134,11 +132,7 @@ def as_markdown(rows: list[CheckedRow]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Measures the rows and prints the table; returns the exit status.
-
-    Args:
-        argv: Options.
-    """
+    """Measures the rows that the options in `argv` select and prints the table; returns 1 if a measurement failed."""
     parser = argparse.ArgumentParser(prog="models_check", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--model", action="append", choices=sorted(PUBLIC_MODELS), help="rows (default: all); repeatable"
@@ -172,7 +166,7 @@ def main(argv: list[str]) -> int:
 
 
 def _plain_seconds(model: PublicModel, link: str) -> float:
-    """What a step of plain DDP over a ring takes at least, without slow motion."""
+    """Returns a lower bound, in seconds, of a step of plain DDP over a ring, without slow motion."""
     ranks = NODES * RANKS_PER_NODE
     nbytes = 4 * sum(math.prod(shape) for _, shape in model.shapes)
     rate = float(RATES[link].removesuffix("gbit")) * 1e9 / 8

@@ -1,4 +1,4 @@
-"""Every figure of docs/results/performance.md, measured again, with its machine, date and command.
+"""Measures every figure of docs/results/performance.md again, and keeps its machine, date and command.
 
     python -m gradwire.bench.studies.performance              # all sections; an hour on 2 quiet cores, needs root
     python -m gradwire.bench.studies.performance hook sweep   # these alone; the others keep their files
@@ -27,14 +27,14 @@ DATA = Path("docs/results/data/performance")
 RUNS_HEAD = ["section", "command", "what ran", "machine and date"]
 
 Record = Mapping[str, Any]
-"""What a command wrote as JSON."""
+"""Parsed JSON that a section's command wrote."""
 Rows = list[list[str]]
 Found = tuple[dict[str, Rows], str]
-"""(name of a file -> its rows, what ran in words)."""
+"""(name of a CSV file without suffix -> its rows, with the headings first; a sentence on what ran)."""
 
 
 def compared(name: str) -> Callable[[Record], Found]:
-    """How the JSON of `gradwire compare` becomes one file."""
+    """Returns a function that turns the JSON of `gradwire compare` into the rows of one file called `name`."""
 
     def made(record: Record) -> Found:
         rows = [["compared", "s per step", "MB on NIC", "gradient error", "speed-up"]]
@@ -55,13 +55,13 @@ def compared(name: str) -> Callable[[Record], Found]:
 
 
 def hook_speeds(record: Record) -> Found:
-    """Of `hook_speed`."""
+    """Turns the JSON of the study `hook_speed` into the rows of one file."""
     rows = [hook_speed.HookSpeedResult(**one).cells() for one in record["results"]]
     return {"hook": [list(hook_speed.COLUMNS), *rows]}, f"{record['megabytes']:g} MB, links of {record['nic']}"
 
 
 def sweep(record: Record) -> Found:
-    """Of `gradwire bench all_reduce` with several backends: microseconds of each size."""
+    """Turns the JSON of `gradwire bench all_reduce` with several backends into a file: microseconds of each size."""
     backends = [block["facts"]["backend"] for block in record["blocks"]]
     times: dict[int, list[str]] = {}
     for row in record["results"]:
@@ -76,7 +76,10 @@ def sweep(record: Record) -> Found:
 
 
 def peers(record: Record) -> Found:
-    """Of `shm_peers`: a file for each number of ranks; microseconds, median of the rounds (best round)."""
+    """Turns the JSON of the study `shm_peers` into a file for each number of ranks.
+
+    Cells are microseconds: the median of the rounds, and the best round in parentheses.
+    """
     files = {}
     for ranks, rounds in record["seconds"].items():
         sizes = sorted({int(size) for results in rounds.values() for result in results for size in result})
@@ -90,7 +93,7 @@ def peers(record: Record) -> Found:
 
 
 def kernels(record: Record) -> Found:
-    """Of `gradwire bench kernels`."""
+    """Turns the JSON of `gradwire bench kernels` into the rows of one file."""
     rows = [["kernel", "bytes", "ms", "GB/s", "of a copy", "torch ms", "vs torch"]]
     for one in record["results"]:
         took = f"{one['seconds'] * 1e3:.2f}", f"{one['bytes_per_second'] / 1e9:.1f}", f"{one['of_floor']:.2f}"
@@ -101,12 +104,12 @@ def kernels(record: Record) -> Found:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of the page.
+    """One part of the page, with the command that measures it.
 
     Attributes:
-        name: On the command line.
-        command: Words after `python -m`; a file for its JSON is added.
-        made: What becomes of its JSON.
+        name: Name of the section on the command line.
+        command: Words after `python -m`; `measure` adds the file for the command's JSON.
+        made: Function that turns the command's JSON into the rows of CSV files.
     """
 
     name: str
@@ -146,12 +149,15 @@ SECTIONS = (
 
 
 def measure(section: Section, timeout_seconds: float, extra: list[str]) -> Record | None:
-    """Runs a section's command; None, with a word on stderr, where it fails.
+    """Runs a section's command and returns its JSON.
 
     Args:
-        section: Which.
-        timeout_seconds: For the command.
+        section: Section to measure.
+        timeout_seconds: Time limit of the command.
         extra: Further words of the command line.
+
+    Returns:
+        The parsed JSON; None if the command failed, wrote no file or took too long, which stderr then says.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
@@ -172,13 +178,13 @@ def measure(section: Section, timeout_seconds: float, extra: list[str]) -> Recor
 
 
 def keep(section: Section, record: Record, extra: list[str], folder: Path) -> None:
-    """Writes what a section has found: its files, and its row of `runs.csv`.
+    """Writes the CSV files of a section, and replaces its row of `runs.csv`.
 
     Args:
-        section: Which.
-        record: What its command wrote.
-        extra: Further words of the command line.
-        folder: For the files.
+        section: Section that was measured.
+        record: JSON that its command wrote.
+        extra: Further words of the command line, for the row.
+        folder: Folder of the files; made if it does not exist.
     """
     files, words = section.made(record)
     for name, rows in files.items():

@@ -1,9 +1,9 @@
-"""Predicted against measured, for docs/results/predictions.md: the seconds and bytes of plans and compressors.
+"""Compares predicted and measured seconds and bytes of plans and compressors, for docs/results/predictions.md.
 
     python -m gradwire.bench.studies.predict_check                  # 2x2, 4x2 and 4x4 at 200 Mbit/s; needs root
     python -m gradwire.bench.studies.predict_check 2x2 --bytes      # bytes alone: nothing is probed or timed
 
-It ends with status 1 where a case is off: bytes by more than headers explain, or seconds by more than 20 % on a machine
+It ends with status 1 if a case is off: bytes by more than headers explain, or seconds by more than 20 % on a machine
 that had nothing else to do. As the ranks of a job (`gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit --
 python -m gradwire.bench.studies.predict_check`) it measures the network that is there, and rank 0 prints one JSON line
 a case.
@@ -63,7 +63,7 @@ NIC = "200mbit"
 LARGE_MB = 26.2144
 """DDP's bucket of 25 MiB, so that what ranks on a core do to each other is a small part of a compressed case."""
 SMALL_MB = {"flat": 8, "hierarchical": 8, "hierarchical+fp16": 8, "hierarchical+bf16": 8}
-"""Gradients of what takes long on emulated clusters."""
+"""Megabytes of the gradient, by name, of cases that would take long on emulated clusters; others have `LARGE_MB`."""
 
 CASES = ("flat", "hierarchical", *(f"hierarchical+{name}" for name in registry.names() if name != "none"))
 
@@ -71,37 +71,39 @@ SAMPLE_NBYTES, SIDE = 16 << 20, 256
 """Gradient that the codecs are timed on (more than the caches hold, as a model's is), and the sides of its matrices."""
 
 PRICE_SECONDS = 0.4
-"""For each of a codec's two sizes: the turns of ranks that share a core are milliseconds."""
+"""Time for which a codec is timed on each of two sizes: long against the milliseconds for which the scheduler lets one
+of several ranks on a core run."""
 
 ON_THEIR_WAY_SECONDS = 0.1
-"""For acknowledgements, before a NIC's bytes are read."""
+"""Pause before a NIC's bytes are read, so that acknowledgements have arrived."""
 
 HEADER_SHARE, SMALL_NBYTES = 1.08, 8_000
-"""Headers, acknowledgements and the ranks' words to each other are 4 to 6 % of what is large; and for each rank, what
-a round's barrier and its acknowledgements put on a NIC, where hardly anything else does."""
+"""Most bytes on a NIC over the predicted ones, and bytes for each rank on top. Headers, acknowledgements and control
+messages are 4 to 6 % of large messages; a round's barrier and its acknowledgements are what the second covers."""
 
 NEAR = 0.2
+"""Largest deviation of predicted from measured seconds, as a share of the measured ones."""
 OF_THE_PROCESSOR = 0.5
-"""Of the time that a prediction gives to encoding and to shared memory, what may come on top where ranks share cores,
-as all do on two: a phase that takes 1.3 ms takes up to 6.3 for a rank that gets its core late, and one rank more on a
-core of two takes half as long again. Whose turn comes when is nothing that a model of the links knows."""
+"""Deviation that is allowed on top if ranks share cores, as a share of the predicted time of encoding and shared
+memory. A phase that takes 1.3 ms takes up to 6.3 for a rank that gets its core late, and a third rank on two cores
+makes the phase half as long again; a model of the links cannot know when a rank gets its core."""
 
 STEADY = 1.25
-"""A measurement counts where the medians of its even and of its odd rounds differ by less than this factor."""
+"""Factor by which the medians of the even and of the odd rounds may differ in a measurement that counts."""
 
 FOREIGN_SHARE = 0.15
-"""And where other programs took less than this share of one core."""
+"""Share of one core below which other programs must stay for the seconds to count."""
 
 
 class CaseRunner:
-    """One rank's measurements.
+    """Measures cases on one rank; all ranks must call the same methods in the same order.
 
     Args:
-        rounds: All-reduces timed of each case, after those that are not: the first connects; with a compressor it is
-            dense, and the second connects and takes memory.
-        seconds: What is over sooner is repeated until it has taken this long: of something short, a disturbance of a
-            few milliseconds is a large part.
-        probed: The links are measured first; else nobody knows more of them than their rate.
+        rounds: Least number of timed all-reduces of a case, after those that are not timed: the first one connects;
+            with a compressor the first is dense, and the second connects and allocates.
+        seconds: Least predicted time of all rounds of a case together: a short case is repeated more often, because a
+            disturbance of a few milliseconds is a large part of it.
+        probed: True measures the links first; without it only their rate is known, which is enough for `count`.
     """
 
     def __init__(self, rounds: int, seconds: float, probed: bool = True) -> None:
@@ -118,16 +120,25 @@ class CaseRunner:
             probing.close()
 
     def communicator(self, name: str, config: Config, compressor: str) -> Communicator:
-        """A communicator of its own, with a compressor whose warm-up is over after the first round."""
+        """Returns a new communicator with a compressor whose warm-up is over after the first round.
+
+        Args:
+            name: Name that no other communicator of the job has; the same on all ranks.
+            config: Settings of the communicator.
+            compressor: Name of the compressor, or `none`.
+        """
         used = None if compressor == "none" else settling(compressor)
         return Communicator(self.store, self.rank, self.size, torch.device("cpu"), config, name=name, compressor=used)
 
     def run(self, name: str, nbytes: int) -> dict[str, object]:
-        """Predicted and measured seconds of one case, and the bytes that the busiest NIC sends.
+        """Predicts and measures the seconds of one case, and the bytes that the busiest NIC sends.
 
         Args:
-            name: A plan, or `plan+compressor`.
-            nbytes: Of the gradient.
+            name: Name of a plan, or `plan+compressor`.
+            nbytes: Size of the gradient in bytes.
+
+        Returns:
+            The figures by name, as rank 0 prints them; those that `CheckedCase` holds are among them.
         """
         plan, compressor, layout, communicator = self._case(name, nbytes)
         communicator.rank_plans.measured(self.levels)
@@ -154,11 +165,14 @@ class CaseRunner:
         }
 
     def count(self, name: str, nbytes: int) -> dict[str, object]:
-        """Predicted and counted bytes of one case, on links of which nobody knows more than their rate.
+        """Predicts and counts the bytes of one case, on links of which only the rate `NIC` is known.
 
         Args:
-            name: A plan, or `plan+compressor`.
-            nbytes: Of the gradient.
+            name: Name of a plan, or `plan+compressor`.
+            nbytes: Size of the gradient in bytes.
+
+        Returns:
+            The case's name, and the predicted and counted bytes.
         """
         rate = parse_rate(NIC, "nic") / 8
         plan, compressor, layout, communicator = self._case(name, nbytes, nic_bytes_per_second=rate)
@@ -170,17 +184,22 @@ class CaseRunner:
         return {"name": name, "predicted_nic_nbytes": predicted.bytes_by_level["inter_node"], "nic_nbytes": sent}
 
     def _case(self, name: str, nbytes: int, **options: float) -> tuple[str, str, Layout, Communicator]:
-        """Plan, compressor, gradient and communicator of a case."""
+        """Returns the plan, the compressor, the gradient's layout and a new communicator for a case."""
         plan, _, word = name.partition("+")
         compressor, config = word or "none", Config.from_env(plan=plan, timeout=TIMEOUT, **options)
         communicator = self.communicator(f"{name} {nbytes}", config, compressor)
         return plan, compressor, square_layout(nbytes, side=SIDE), communicator
 
     def price(self, compressor: str, layout: Layout, nodes: Sequence[Sequence[int]]) -> CodecPrice:
-        """What a compressor costs with all ranks encoding at once, one price and hence one plan on all of them.
+        """Measures what a compressor costs while all ranks encode at once; the result is the same on all ranks.
 
-        The slowest node's processor counts, with the share of a core that ranks usually have: in a short while the
-        scheduler gives one of them more and another less.
+        Equal prices make all ranks choose the same plan. The price is that of the node with the slowest processor, for
+        the share of a core that ranks usually have: in a short measurement the scheduler gives some more than others.
+
+        Args:
+            compressor: Name of the compressor, or `none`.
+            layout: Gradient that the compression ratio is computed for.
+            nodes: Ranks of each node.
         """
 
         def agree(processor_seconds: float, share: float) -> float:
@@ -199,7 +218,11 @@ class CaseRunner:
         )
 
     def _time(self, communicator: Communicator, layout: Layout, rounds: int) -> tuple[list[float], float]:
-        """Each all-reduce's time on the slowest rank, and the busiest NIC's bytes of one; ranks begin together."""
+        """Times all-reduces that all ranks begin together, after one or two that are not timed.
+
+        Returns:
+            (Seconds of each all-reduce on its slowest rank; bytes that the busiest node's NICs sent for one).
+        """
         gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(self.rank))
         flat, compressor = torch.empty_like(gradient), communicator.compressor
 
@@ -221,7 +244,7 @@ class CaseRunner:
         return self.slowest(times), self.slowest([sent / rounds])[0]
 
     def _sent(self, communicator: Communicator) -> int:
-        """Bytes that this node's NICs have sent, once all ranks are through."""
+        """Waits for all ranks and returns the bytes that this node's NICs have sent since they exist, without `lo`."""
         line_up(communicator)
         time.sleep(ON_THEIR_WAY_SECONDS)
         nics = [nic for nic in Path("/sys/class/net").iterdir() if nic.name != "lo"]
@@ -230,14 +253,14 @@ class CaseRunner:
         return sent
 
     def slowest(self, own: list[float]) -> list[float]:
-        """Element by element the largest of all ranks' numbers."""
+        """Returns, for each position, the largest of the ranks' numbers there; a collective."""
         numbers = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return numbers.tolist()
 
 
 def without_links(cluster: Cluster) -> Cluster:
-    """The cluster with links between nodes that take no time: the remainder is what its processors do."""
+    """Returns the cluster with links between nodes that take no time, so that only the processors' time remains."""
     level = cluster.levels[-1]
     link = replace(level.link, alpha_seconds=0.0, exchange_alpha_seconds=0.0, bytes_per_second=1e18)
     return replace(cluster, levels=(*cluster.levels[:-1], replace(level, link=link)))
@@ -245,7 +268,17 @@ def without_links(cluster: Cluster) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCase:
-    """A line of rank 0: what was predicted and what was measured; seconds are 0 where bytes alone were counted."""
+    """One case as rank 0 printed it, predicted and measured; the seconds are 0 if only bytes were counted.
+
+    Attributes:
+        name: Name of a plan, or `plan+compressor`.
+        predicted_nic_nbytes: Predicted bytes that leave the busiest node in one all-reduce.
+        nic_nbytes: Bytes that the NICs of the busiest node sent in one all-reduce.
+        predicted_seconds: Predicted duration of an all-reduce.
+        predicted_inside_seconds: The part of it that the processors take.
+        measured_seconds: Median of `rounds_seconds`.
+        rounds_seconds: Duration of each all-reduce on its slowest rank.
+    """
 
     name: str
     predicted_nic_nbytes: float
@@ -256,7 +289,7 @@ class CheckedCase:
     rounds_seconds: tuple[float, ...] = ()
 
     def sends_what_was_predicted(self, ranks: int) -> bool:
-        """Whether the busiest NIC carried the predicted bytes, and no more than headers on top."""
+        """Returns whether the busiest node sent the predicted bytes, and not more than headers on top of them."""
         most = HEADER_SHARE * self.predicted_nic_nbytes + SMALL_NBYTES * ranks
         return self.predicted_nic_nbytes < self.nic_nbytes < most
 
@@ -267,18 +300,21 @@ class CheckedCase:
         return max(one, other) < STEADY * min(one, other)
 
     def near(self, ranks: int) -> bool:
-        """Within 20 %, and within what ranks that share a core may make each other wait."""
+        """Returns whether the predicted seconds are close enough to the measured ones; see `NEAR`.
+
+        `OF_THE_PROCESSOR` is allowed on top if the machine has fewer cores than there are `ranks`.
+        """
         turns = OF_THE_PROCESSOR * self.predicted_inside_seconds if ranks > len(os.sched_getaffinity(0)) else 0.0
         return abs(self.predicted_seconds - self.measured_seconds) < NEAR * self.measured_seconds + turns
 
 
 def check_on_cluster(nodes: list[int], nic: str | None, arguments: list[str]) -> list[CheckedCase]:
-    """The cases on one emulated cluster.
+    """Runs this study as the ranks of an emulated cluster and returns the cases that rank 0 printed.
 
     Args:
-        nodes: Ranks of each node.
-        nic: Rate of each node's link; None for no limit.
-        arguments: For the ranks.
+        nodes: Number of ranks on each node.
+        nic: Rate of each node's link, such as `200mbit`; None for no limit.
+        arguments: Words of the command line for the ranks.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -294,7 +330,10 @@ def check_on_cluster(nodes: list[int], nic: str | None, arguments: list[str]) ->
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Seconds on the wall, those that all programs of this machine (and others on its processors) computed, our own."""
+    """Returns three clocks in seconds: monotonic time, processor time of all programs, and our own processor time.
+
+    The second includes time that a hypervisor gave to other machines (steal); the third includes our children.
+    """
     user, nice, *_, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     own = os.times()
     return time.monotonic(), (user + nice + steal) / os.sysconf("SC_CLK_TCK"), own.user + own.children_user
@@ -308,7 +347,7 @@ def _remarks(case: CheckedCase, ranks: int, timed: bool) -> list[str]:
 
 
 def _report(options: argparse.Namespace) -> int:
-    """Runs the cases on emulated clusters and prints a table of each; 1 if one is off."""
+    """Runs the cases on emulated clusters and prints a table of each; returns 1 if a case is off, 0 otherwise."""
     status, words = 0, ["--seconds", str(options.seconds), "--rounds", str(options.rounds), "--cases", options.cases]
     for name in options.clusters or CLUSTERS:
         nodes = CLUSTERS[name]
@@ -364,8 +403,8 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """Runs all cases as one forked rank; returns 0.
 
     Args:
-        place: Where this rank is.
-        arguments: As of `main`.
+        place: Rank and node of this process.
+        arguments: Words of the command line, as for `main`.
     """
     options = _options(arguments)
     torch.set_num_threads(1)

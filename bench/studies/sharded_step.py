@@ -1,4 +1,4 @@
-"""Training steps of sharded models on emulated clusters: seconds, and bytes on the busiest network card.
+"""Measures training steps of sharded models on emulated clusters: seconds, and bytes on the busiest node's NIC.
 
 Feeds docs/results/sharded.md.
 
@@ -51,10 +51,10 @@ class Setting:
     """One way for a sharded model to communicate.
 
     Attributes:
-        name: As the table shows it.
-        inside_nodes: Shards inside the nodes and replicas between them (HSDP); else shards over all ranks.
-        apply: What `gradwire.fsdp.apply` is given; None leaves the model to torch.
-        backend: Of the ranks that share parameters.
+        name: Name of the setting in the table.
+        inside_nodes: True shards inside the nodes and replicates between them (HSDP); False shards over all ranks.
+        apply: Keyword arguments of `gradwire.fsdp.apply`; None leaves all communication to torch.
+        backend: Backend of the process group that parameters are sharded over; used if `inside_nodes` is False.
     """
 
     name: str
@@ -80,15 +80,16 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class ShardedStepResult:
-    """What one setting came to on one cluster: medians over the rounds.
+    """Step time and bytes of one setting on one cluster, as medians over the rounds.
 
     Attributes:
-        case: Name of the cluster.
-        name: Of the setting.
-        seconds: Of the slowest rank.
-        nic_nbytes: Most that a node sent or received.
-        speed_up: Seconds of plain FSDP2, or of native HSDP, over `seconds`; the median of the rounds' ratios.
-        fewer: Their bytes over `nic_nbytes`.
+        case: Name of the cluster; a key of `CASES`.
+        name: Name of the setting.
+        seconds: Duration of a step on the slowest rank.
+        nic_nbytes: Bytes of a step that the busiest node sent or received, whichever is more.
+        speed_up: Seconds of the baseline over `seconds`, the median of the rounds' ratios. The baseline is plain FSDP2,
+            or native HSDP for HSDP settings.
+        fewer: Bytes of the baseline over `nic_nbytes`; 1.0 if no bytes were counted.
     """
 
     case: str
@@ -102,13 +103,13 @@ class ShardedStepResult:
 def make_configuration(
     setting: Setting, place: ForkedRank, batch: tuple[int, int], rate: float | None
 ) -> Configuration:
-    """A configuration that trains a model of its own; all ranks make them in the same order.
+    """Makes a configuration that trains a model of its own; a collective: all ranks make them in the same order.
 
     Args:
-        setting: How the model is sharded and communicates.
-        place: Of this rank.
-        batch: (sequences, bytes in each) of a rank and step.
-        rate: Bytes per second of the links; None where they have no limit.
+        setting: Sharding and communication of the model.
+        place: Rank and nodes of the forked job.
+        batch: (number of sequences, bytes of text in each) of a rank and step.
+        rate: Bytes per second of the links; None if they have no limit.
     """
     nodes, width = len(place.nodes), place.nodes[0]
     grid = init_device_mesh("cpu", (nodes, width), mesh_dim_names=("replicate", "shard"))
@@ -145,11 +146,12 @@ def make_configuration(
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 tells the figures.
+    """Measures as one rank of the forked job; rank 0 prints the figures. Returns the exit status.
 
     Args:
-        place: Where this rank is.
-        arguments: Rounds, sequences, bytes in each, bytes per second of the links (0: no limit), names of settings.
+        place: Rank and nodes of the forked job.
+        arguments: Number of rounds, sequences, bytes in each, bytes per second of the links (0: no limit), then the
+            names of the settings.
     """
     batch, rate, names = (int(arguments[1]), int(arguments[2])), float(arguments[3]) or None, arguments[4:]
 
@@ -167,15 +169,15 @@ def measure(
     names: Sequence[str],
     path: PathOptions | None = None,
 ) -> list[ShardedStepResult]:
-    """Runs all settings on one emulated cluster.
+    """Measures settings on one emulated cluster.
 
     Args:
-        case: A key of `CASES`.
+        case: Key of `CASES`.
         nic: Rate of each node's link; None leaves the links without a limit.
-        rounds: Timed rounds.
-        batch: (sequences, bytes in each) of a rank and step.
-        names: Of the settings, plain FSDP2 and native HSDP among them.
-        path: Delay and loss between the nodes.
+        rounds: Number of timed rounds.
+        batch: (number of sequences, bytes of text in each) of a rank and step.
+        names: Names of the settings; plain FSDP2 and native HSDP, the baselines, must be among them.
+        path: Delay and loss between the nodes; None for none.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -206,7 +208,7 @@ def _result(case: str, one: Configuration, baseline: Configuration) -> ShardedSt
 
 
 def table(results: Sequence[ShardedStepResult], title: str) -> Table:
-    """The results as a table."""
+    """Returns the results as a table for the terminal, with `title` above it."""
     columns = right_columns("s per step", "MB on the NIC", "faster", "fewer bytes")
     rows = Table("cluster", "setting", *columns, title=title)
     for one in results:

@@ -1,4 +1,4 @@
-"""Ranks that are killed, or run out of memory, while groups are made: who says what, how soon, and what stays behind.
+"""Ends ranks while communicators are made, and records the survivors' errors, their delay and what is left behind.
 
 Feeds docs/results/elastic.md.
 

@@ -1,8 +1,8 @@
-"""Who is named late in thousands of real steps without a late rank, and what watching costs.
+"""Measures the false alarms, the cost and the diagnoses of the straggler watch.
 
 Feeds docs/results/diagnosis.md.
 
-    python -m gradwire.bench.studies.stragglers alarms --steps 10000     # nobody is late: who is named?
+    python -m gradwire.bench.studies.stragglers alarms --steps 10000     # no rank is late: is one named?
     python -m gradwire.bench.studies.stragglers cost                     # processor time, with and without; needs root
     python -m gradwire.bench.studies.stragglers cause                    # a slow link, or a slow rank? needs root
 
@@ -249,7 +249,13 @@ def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]
 
 
 def cost(seconds: float, blocks: int, steps: int) -> str:
-    """What watching takes of a rank's whole process."""
+    """Measures the processor time that the watch adds to a rank's process, on two emulated nodes; returns a report.
+
+    Args:
+        seconds: Seconds that a step computes (sleeps).
+        blocks: Number of blocks of each model.
+        steps: Number of steps of a block.
+    """
     found: list[list[dict[str, float]]] = _emulated([2, 2], "1gbit", ["cost", str(seconds), str(blocks), str(steps)])
     every = [block for rank in found for block in rank]
     lines = [f"2x2 processes, {BUCKETS} buckets, {blocks} x {steps} steps each, in turn; microseconds of a step:"]
@@ -268,7 +274,13 @@ def cost(seconds: float, blocks: int, steps: int) -> str:
 
 
 def _cause_rank(case: str, rank: int) -> str:
-    """Steps until something is named, and some more; what the report says."""
+    """Takes 150 steps as one rank of `cause` and returns the stragglers that its report named, by step.
+
+    Args:
+        case: One of `CASES`. From step 60 on rank 2 computes longer, or rank 0 prints a line at which the link is
+            made slow.
+        rank: Number of this rank.
+    """
     width, begins = 256, 60
     place = {"step": 0}
 
@@ -295,14 +307,29 @@ def _cause_rank(case: str, rank: int) -> str:
 
 
 def cause(case: str) -> str:
-    """Three nodes of one rank: one computes late from step 60 on, one link becomes slow, or has always been slow."""
+    """Runs one case on three emulated nodes of one rank and returns what rank 0's report named.
+
+    Args:
+        case: `compute` (rank 2 computes longer from step 60 on), `link` (its link becomes slow then), or
+            `slow from the start` (its link has always been slow).
+    """
     nic = "200mbit,200mbit,50mbit" if case == "slow from the start" else "200mbit"
     found: list[str] = _emulated([1, 1, 1], nic, ["cause", case], slow=case == "link")
     return f"{case}:\n    {found[0]}"
 
 
 def _emulated(nodes: list[int], nic: str, arguments: list[str], *, slow: bool = False) -> list[Any]:
-    """Runs `rank_main` on an emulated cluster and returns what each rank has found."""
+    """Runs `rank_main` on an emulated cluster and returns the value that each rank printed, by rank.
+
+    Args:
+        nodes: Number of ranks on each node.
+        nic: Rate of all nodes' links, or rates separated by commas.
+        arguments: Arguments of `rank_main`.
+        slow: True limits the link of node 2 to 50 Mbit/s once a rank has printed `now`.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
     found: dict[int, Any] = {}
     with EmulatedCluster([1] * len(nodes), nic) as cluster:
 
@@ -334,7 +361,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def main() -> None:
-    """Prints what was found."""
+    """Runs the chosen measurement and prints its report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("alarms", "cost", "cause"))
     parser.add_argument("--nodes", default="aabb", help="a letter for each rank")

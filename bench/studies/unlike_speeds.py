@@ -1,4 +1,4 @@
-"""One of four ranks at half speed: how long is a step with shares by speed, and does the loss stay what it was?
+"""Measures step time and loss when one of four ranks runs at half speed, with equal and with adapted batch shares.
 
 Feeds docs/results/diagnosis.md.
 
@@ -6,10 +6,10 @@ Feeds docs/results/diagnosis.md.
     python -m gradwire.bench.studies.unlike_speeds --slow-by rest --json unlike.json
 
 Ranks are processes on two logical nodes of this machine, with DDP and the hook. Each computes in a cgroup with a quota
-of processor time, of which the slow rank has half as much: all it does is slow. Where no quotas can be given out, what
-a sample costs is a rest, twice as long on the slow rank: a model of its clock. Three trainings from the same weights
-take turns, a few steps each: equal shares, shares by measured speed, and the best shares, which know the speeds. The
-loss of a step is over all ranks' samples.
+of processor time, of which the slow rank has half as much: all it does is slow. If quotas cannot be set, ranks sleep
+for each sample, the slow one twice as long. Three trainings from the same weights take turns, a few steps each: equal
+shares, shares by measured speed, and the best shares, which are computed from the true speeds. The loss of a step is
+over all ranks' samples.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from gradwire.bench.machine import machine_line
 RANKS, SLOW, TIMES = 4, 3, 2.0
 EQUAL, SPEED, BEST = WAYS = ("equal shares", "by speed", "best shares")
 SETTLED = 2
-"""Turns that are not counted: speeds are measured in them."""
+"""Number of first turns that are not counted: speeds are measured in them."""
 
 BATCH_SIZE = 56
 """Number of samples of a step, on all ranks together."""
@@ -140,7 +140,7 @@ class DealtTraining:
 
 
 def rank_main(rank: int, folder: str, options: argparse.Namespace, quota: Quota | None) -> None:
-    """Runs one rank: trains each way in turns, and writes its steps and shares to a JSON file.
+    """Runs one rank: trains with each way of sharing in turns, and writes its steps and shares to a JSON file.
 
     Args:
         rank: Number of this rank.
@@ -174,11 +174,14 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace, quota: Quota 
 
 
 def result(folder: str, slow_by: str) -> dict[str, object]:
-    """Returns the medians of the turns that count, and the largest relative difference of two ways' losses.
+    """Computes the result of the study from the ranks' files, as a dictionary for JSON.
+
+    It has the median step of each way of sharing and the ratios between the ways, over the turns that count, and the
+    largest relative difference between the losses with equal shares and with shares by speed.
 
     Args:
         folder: Folder with the ranks' files.
-        slow_by: Way in which the slow rank was slowed, for the record.
+        slow_by: `quota` or `rest`, for the record.
     """
     ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
     seconds = {
@@ -208,7 +211,7 @@ def result(folder: str, slow_by: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """Runs the ranks, and prints the result as JSON."""
+    """Starts the four ranks, waits for them, and prints the result as JSON."""
     parser = argparse.ArgumentParser(description="One of four ranks at half speed.")
     parser.add_argument("--slow-by", choices=(QUOTA, REST), default=QUOTA)
     parser.add_argument(

@@ -1,4 +1,4 @@
-r"""Does training under a compressor reach plain DDP's quality, and how soon?
+r"""Measures whether training under a compressor reaches plain DDP's quality, and how soon.
 
     python -m gradwire.bench.studies.convergence quality --json runs.json   # every task, method and seed; an hour
     python -m gradwire.bench.studies.convergence speed --json runs.json     # seconds per step on emulated links; root
@@ -26,11 +26,11 @@ SEEDS = (0, 1, 2)
 
 
 def measure_quality(record: Record, options: argparse.Namespace) -> None:
-    """Trains what the record does not hold yet, and adds each run as it ends: every method once before any twice.
+    """Runs the trainings that the record does not hold yet; every method is trained once before any is trained twice.
 
     Args:
-        record: Added to, in its file too.
-        options: Of `build_parser`.
+        record: Record that each run is added to when it ends, in its file too.
+        options: Parsed options of the command line.
     """
     tasks = [TASKS[name]() for name in options.task or TASKS]
     pairs = [
@@ -55,8 +55,8 @@ def measure_speed(record: Record, options: argparse.Namespace) -> None:
     """Times a step of every method on every link that the record does not hold yet.
 
     Args:
-        record: Added to, in its file too.
-        options: Of `build_parser`.
+        record: Record that the timings are added to, in its file too.
+        options: Parsed options of the command line.
     """
     for name in options.task or TASKS:
         for share in LINKS:

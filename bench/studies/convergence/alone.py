@@ -1,4 +1,4 @@
-"""Where a training with a compressor ends, both nodes in one process: for docs/results/convergence.md.
+"""Trains with a compressor as all nodes in one process, and reports the quality: for docs/results/convergence.md.
 
 One process instead of four, and no network, so that a recipe can be tried in minutes: the gradients of each node's
 ranks are averaged exactly, the compressors of both nodes take turns, and one optimizer steps. Bytes and quality are

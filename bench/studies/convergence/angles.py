@@ -1,4 +1,4 @@
-"""How far does a compressor turn Muon's steps? For docs/results/optimizers.md; a minute, where a training takes many.
+"""Measures the angle by which a compressor turns Muon's steps, for docs/results/optimizers.md; takes a minute.
 
     python -m gradwire.bench.studies.convergence.angles int8 int4 waterfill4 waterfill2
 

@@ -1,4 +1,4 @@
-"""Does `gradwire.Outer` reach plain DDP's quality on slow links, and how fast does it train there?
+"""Measures whether `gradwire.Outer` reaches plain DDP's quality on slow links, and how fast it trains there.
 
 Feeds docs/results/outer.md.
 
@@ -184,7 +184,7 @@ class Training:
     Args:
         task: Task that makes model, optimizer and loss.
         method: Method of exchange.
-        place: This rank of the forked job.
+        place: Rank and nodes of the forked job.
         seed: Seed of weights and batches.
         optimizer: Kind of optimizer, see `optimizers_of`; None takes the task's own.
     """
@@ -368,7 +368,13 @@ def measure_speed(
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part of the timing; rank 0 tells the figures."""
+    """Times the methods as one rank of the forked job; rank 0 reports the figures. Returns the exit status.
+
+    Args:
+        place: Rank and nodes of the forked job.
+        arguments: Name of the task, number of rounds, number of ranks that one rank stands for, then each method as
+            JSON.
+    """
     torch.set_num_threads(1)
     place.connect()
     name, rounds, batches, *words = arguments
@@ -417,7 +423,10 @@ def _timed(task: Task, place: ForkedRank, methods: Sequence[SlowLinkMethod], rou
 
 
 def show(file: Path) -> str:
-    """Tables of all that a file holds: quality, and the time to plain DDP's; rows with as many steps are compared."""
+    """Returns a file's results as text: quality, steps to plain DDP's quality, and step and training time on each link.
+
+    Results are compared only with those of the same task, nodes and number of steps.
+    """
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     text = []
     kinds = dict.fromkeys((row["task"], row["steps"], tuple(row["nodes"])) for row in rows if row["what"] == "quality")

@@ -1,4 +1,4 @@
-r"""A list of trainings, done one after the other in the background: for docs/results/optimizers.md.
+r"""Runs a list of trainings one after the other in the background, for docs/results/optimizers.md.
 
     nohup python -m gradwire.bench.studies.convergence.queue run --data FILE.jsonl --entries entries.txt &
     python -m gradwire.bench.studies.convergence.queue show --data FILE.jsonl --draw docs/pictures/optimizers.png
@@ -14,12 +14,12 @@ A line of the list is a task, a size, an optimizer, a compressor with its option
     text 0.5M muon Outer{"nodes":4,"every":5,"fragments":5,"compressor":"waterfill2"} 0
     words 0.3M adam int8{"exact":"embedding.*,classifier.*"} 0
 
-`none` is an exact sum, `accumulate` one for several batches, `Outer` units that exchange what they have learned, on a
-process for each node. `nodes`, of two ranks each, are two unless said; `exact` names what is not compressed. What the
-data file has is skipped, so that a queue that was stopped goes on; each result is a line that is appended when it is
-there. Trainings run in this process, on one thread, at the lowest priority unless `--nice` says another; a lock on the
-data file keeps a second queue from running beside it. The list is read again after each training: what is added to it
-is done, too.
+`none` is an exact sum, `accumulate` one for several batches, and `Outer` trains workers that exchange their models'
+changes, in a process for each node. `nodes` is the number of nodes, of two ranks each (default 2); `exact` names the
+parameters that are not compressed. Trainings that the data file has are skipped, so that a queue that was stopped goes
+on; each result is appended as a line as soon as it is there. Trainings run in this process, on one thread, at the
+lowest priority unless `--nice` sets another; a lock on the data file keeps a second queue from using it. The list is
+read again after each training, so lines may be added to it meanwhile.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What was measured, the file that holds it, and the time in which a method reaches plain DDP's quality."""
+"""The record of all measurements with its file, and the time in which a method reaches plain DDP's quality."""
 
 import json
 import statistics
@@ -110,7 +110,7 @@ class Record:
 
 
 DENSE = "gradwire none"
-"""How gradwire's compressors travel during a dense start."""
+"""Method that is timed for the steps of a dense start, in which a compressor sends exact gradients."""
 
 
 @dataclass(frozen=True, slots=True)

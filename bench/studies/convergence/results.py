@@ -1,4 +1,4 @@
-"""What a queue of trainings has come to: its data file, and the tables and the picture that are made of it."""
+"""Results of a queue of trainings: the data file, and the tables and the picture that are made of it."""
 
 import json
 import statistics
@@ -17,9 +17,9 @@ NODES_KEY, EXACT_KEY = OF_ALL = ("nodes", "exact")
 HIGHER_IS_BETTER = frozenset(name for name, make in TASKS.items() if make().facts.higher_is_better)
 SOURCE = "queue"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-"""Between them a page holds the tables."""
+"""Marks of a page between which the tables are put."""
 ACCUMULATED_BEGIN, ACCUMULATED_END = "<!-- accumulated: begin -->", "<!-- accumulated: end -->"
-"""Between them a page holds the table of accumulation."""
+"""Marks of a page between which the table of accumulation is put."""
 BATCH_SECONDS = 0.0404
 """Seconds that a batch of the text task of 0.5 M parameters computes, on two emulated nodes of two ranks. Source:
 docs/results/outer.md, run A."""

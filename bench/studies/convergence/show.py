@@ -1,4 +1,4 @@
-"""The results as tables, and a picture for each task: quality over training time, one line a method."""
+"""Shows the results: as tables, and in a picture for each task, quality over training time with a line a method."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,11 @@ from gradwire.bench.studies.convergence.training import METHODS, PLAIN, SHARDED_
 
 
 def sharded_tables(record: Record) -> dict[str, list[list[str]]]:
-    """`sharded_TASK` -> the rows of each task that was trained with a sharded model, against plain DDP."""
+    """Returns a table for each task that was trained with a sharded model, against plain DDP.
+
+    Returns:
+        `sharded_TASK` -> rows of the table, with the headings first; tasks without such trainings are missing.
+    """
     found = {}
     for make in TASKS.values():
         facts = make().facts
@@ -48,7 +52,10 @@ def sharded_tables(record: Record) -> dict[str, list[list[str]]]:
 
 
 def tables(record: Record) -> dict[str, list[list[str]]]:
-    """Name of a table -> its rows, the names of the columns first: one a task, and `links`."""
+    """Returns a table for each task, and one of the links under the name `links`, with the headings first.
+
+    Tasks without a training by plain DDP are missing; so is `links` if no step was timed.
+    """
     found = {}
     links = [
         [
@@ -73,7 +80,7 @@ def tables(record: Record) -> dict[str, list[list[str]]]:
 
 
 def untrained(record: Record) -> dict[str, list[str]]:
-    """Task -> its methods that have no training yet."""
+    """Returns, for each task that has any, its methods that were not trained yet."""
     return {
         facts.name: missing
         for facts in (make().facts for make in TASKS.values())
@@ -140,8 +147,8 @@ def draw(record: Record, name: Path) -> list[Path]:
     """Draws each task whose steps were timed on every link.
 
     Args:
-        record: What was measured.
-        name: The pictures become `name` with the task and `.png` behind it.
+        record: Record with trainings and timed steps.
+        name: Beginning of the pictures' names; the task and `.png` are appended: `NAME-TASK.png`.
 
     Returns:
         The files drawn.

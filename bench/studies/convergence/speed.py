@@ -1,4 +1,4 @@
-"""Seconds of a training step under every method, in turns on one emulated cluster of two nodes with two ranks each."""
+"""Times a training step under every method, in turns on one emulated cluster of two nodes with two ranks each."""
 
 import torch
 from torch import nn
@@ -16,19 +16,20 @@ from gradwire.comms.bootstrap.compat import Store
 
 NODES = (2, 2)
 LINKS = (HALF, HALF / 4)
-"""Shares of the rate at which plain DDP spends half of its step on the link."""
+"""Rates of the links, relative to the rate at which plain DDP spends half of its step on the link."""
 ROUNDS = 15
 WARMUP_ROUNDS = 3
 TIMEOUT_SECONDS = 300.0
 
 
 def measure(task: Task, share: float, half: tuple[str, float] | None) -> Speed:
-    """Times a step of every method.
+    """Times a step of every method on links of one rate.
 
     Args:
-        task: What is trained.
-        share: One of `LINKS`.
-        half: (rate, free seconds) of the link on which plain DDP spends half of its step; None finds it first.
+        task: Task to train.
+        share: Rate of the links relative to that at which plain DDP spends half of its step on the link: one of
+            `LINKS`.
+        half: (rate of the latter as text, seconds of a step of plain DDP without a limit); None measures them first.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -41,7 +42,11 @@ def measure(task: Task, share: float, half: tuple[str, float] | None) -> Speed:
 
 
 def _rate_of_half(task: Task) -> tuple[str, float]:
-    """A link that takes as long for plain DDP's bytes as a step does on links without a limit."""
+    """Finds the rate of a link that takes as long for plain DDP's bytes as a step takes on links without a limit.
+
+    Returns:
+        (rate as text, seconds of that step).
+    """
     plain = _run(task, None, [PLAIN])[0]
     return readable_rate(plain.nic_nbytes, plain.seconds), plain.seconds
 
@@ -59,11 +64,11 @@ def _run(task: Task, nic: str | None, methods: list[str]) -> list[Timed]:
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part.
+    """Times steps as one rank of the forked job; rank 0 reports the figures. Returns the exit status.
 
     Args:
-        place: Where this rank is.
-        arguments: Task, bytes per second of the links (0: no limit), methods.
+        place: Rank and nodes of the forked job.
+        arguments: Name of the task, bytes per second of the links (0: no limit), then the names of the methods.
     """
     task, rate = TASKS[arguments[0]](), float(arguments[1]) or None
 

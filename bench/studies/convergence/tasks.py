@@ -1,4 +1,4 @@
-"""What is trained: a small CNN on Fashion-MNIST with SGD, and the byte-level transformer of `make run` with AdamW.
+"""The tasks that are trained: a small CNN on Fashion-MNIST with SGD, and a byte-level transformer with AdamW.
 
 Fashion-MNIST comes from Debian's package `dataset-fashion-mnist`, unpacked into a cache folder without root.
 """
@@ -26,12 +26,12 @@ from gradwire.bench.train.text import batch_at, library_text, split_text
 
 CACHE = Path("~/.cache/gradwire/fashion-mnist").expanduser()
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
-"""Where the package's files lie, below the folder it was unpacked into or below the root of the file system."""
+"""Folder of the package's files, below the root of the file system or the folder that it was unpacked into."""
 PACKAGE = "dataset-fashion-mnist"
 
 
 def data_folder(cache: Path = CACHE) -> Path:
-    """Returns the folder of the four IDX files; fetches and unpacks the package where it is not there yet.
+    """Returns the folder of the four IDX files; fetches and unpacks the package if it is not there yet.
 
     Args:
         cache: Folder that the package is unpacked into.
@@ -186,7 +186,7 @@ def quality_of_ranks(task: Task, model: nn.Module, rank: int) -> float:
 
     Args:
         task: Task with its data loaded.
-        model: This rank's model, wrapped in DDP or not.
+        model: Model of this rank, wrapped in DDP or not.
         rank: Number of this rank.
     """
     total = task.score(getattr(model, "module", model), rank)

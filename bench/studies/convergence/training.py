@@ -291,7 +291,7 @@ def train_as_rank(task: Task, method: Method, seed: int, place: ForkedRank) -> T
         task: Task to train, with its data loaded.
         method: Method of averaging gradients.
         seed: Seed of weights and batches.
-        place: This rank of the forked job, whose default process group is connected.
+        place: Rank and nodes of the forked job, whose default process group is connected.
     """
     steps = task.facts.steps
     training = make_training(task, method, seed=seed, node=f"node{place.node}")

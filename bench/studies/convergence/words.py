@@ -21,16 +21,16 @@ from gradwire.bench.train.text import library_text, split_text
 
 WORD = re.compile(rb"\w+|[^\w\s]")
 VOCABULARY = 4096
-"""Of them the first stands for all words that are rarer."""
+"""Number of words that the model knows; the first one stands for all rarer words."""
 WIDTH, HIDDEN, CONTEXT = 32, 64, 8
 WORDS_SIZE = "0.3M"
 
 
 class WordModel(nn.Module):
-    """The next word from the eight before it: 284,832 parameters, 262,144 of them rows of words.
+    """Predicts the next word from the eight before it: 284,832 parameters, 262,144 of them rows of words.
 
     Args:
-        seed: Of the random weights.
+        seed: Seed of the random weights.
 
     Source: Bengio et al., A neural probabilistic language model, JMLR 2003.
     """
@@ -46,14 +46,20 @@ class WordModel(nn.Module):
             self.classifier = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits (n, 4096), float32, of words (n, 8), int64."""
+        """Returns float32 logits of shape (n, 4096) for the numbers of words, int64 of shape (n, 8)."""
         logits: Tensor = self.classifier(self.inside(self.embedding(words).flatten(1)))
         return logits
 
 
 @dataclass
 class WordsTask(BatchedTask):
-    """Bits a word of the model of words under Adam; 32 places in the text a rank and step."""
+    """Trains the model of words under Adam; the quality is bits a word of held-out text.
+
+    Attributes:
+        batch: Number of places in the text of a rank and step.
+        validation_places: Number of places of the held-out text that each rank scores.
+        facts: Description of the task.
+    """
 
     batch: int = 32
     validation_places: int = 1024
@@ -98,7 +104,7 @@ class WordsTask(BatchedTask):
 
     @cached_property
     def _numbers(self) -> tuple[Tensor, Tensor]:
-        """(training, held out) as numbers of words, int64, in the order of the text."""
+        """Training and held-out text as numbers of words: int64, in the order of the text; 0 for an unknown word."""
         training, held_out = (WORD.findall(part.numpy().tobytes()) for part in split_text(library_text()))
         known = sorted(Counter(training).items(), key=lambda item: (-item[1], item[0]))[: VOCABULARY - 1]
         numbers = {word: number for number, (word, _) in enumerate(known, 1)}

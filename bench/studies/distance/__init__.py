@@ -1,1 +1,1 @@
-"""What distance does to a job: round trips and loss between nodes; docs/results/distance.md."""
+"""Studies of round trips and packet loss between nodes, for docs/results/distance.md."""

@@ -1,8 +1,9 @@
-"""A thousand steps over a link with round trips and loss, with `elastic`: whom does the hook name or give up?
+"""Trains a thousand steps with `elastic` over a link with delay and loss, and reports ranks that were named or lost.
 
     python -m gradwire.bench.studies.distance.endurance --delay 75ms --loss 1% --steps 1000
 
-Nobody is at fault there, so nobody should be. The exit status is 1 where somebody was, or gradwire warned of anything.
+No rank is at fault, so none should be named as a straggler, removed from the job or warned of; the exit status is 1 if
+one was.
 """
 
 import json
@@ -30,7 +31,7 @@ TIMEOUT = timedelta(seconds=300)
 WIDTH, BATCH = 16, 8
 
 ASKED_EVERY = 25
-"""Steps after which the ranks of an endurance run ask each other whether its time is over."""
+"""Steps between two all-reduces by which the ranks agree whether the time limit has passed."""
 
 
 class _Heard(logging.Handler):
@@ -48,7 +49,7 @@ def endure(place: ForkedRank, steps: int, seconds: float) -> dict[str, object]:
     """Trains a tiny model with `elastic`; returns this rank's steps, seconds, stragglers and warnings.
 
     Args:
-        place: This rank of the forked job.
+        place: Rank and nodes of the forked job.
         steps: Maximum number of steps.
         seconds: Time limit, checked every `ASKED_EVERY` steps.
     """
@@ -84,7 +85,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """Runs one rank's part and prints its result as JSON; returns its exit status.
 
     Args:
-        place: This rank of the forked job.
+        place: Rank and nodes of the forked job.
         arguments: Maximum number of steps, and time limit in seconds.
     """
     torch.set_num_threads(1)

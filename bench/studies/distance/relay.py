@@ -1,8 +1,8 @@
-"""Holds the relay of emulated networks to what it promises: rates, its own processor time, and a known answer.
+"""Checks the relay of emulated networks: its rates, its processor time, and TCP's throughput under loss.
 
     python -m gradwire.bench.studies.distance.relay
 
-The known answer is what one TCP stream gets over a path that loses a share p of its packets:
+The throughput of one TCP stream over a path that loses a share p of its packets is known:
 MSS / RTT x C / sqrt(p), C = 1.22 where every segment is acknowledged and 0.87 where every other one is.
 
 Source: Mathis, Semke, Mahdavi, Ott: The macroscopic behavior of the TCP congestion avoidance algorithm (1997),

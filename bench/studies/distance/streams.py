@@ -1,9 +1,9 @@
-"""What an exact sum between nodes gets of a link with round trips and loss: gloo, and gradwire by connections.
+"""Measures the share of a link with delay and loss that an exact sum uses: gloo, and gradwire by TCP connections.
 
     python -m gradwire.bench.studies.distance.streams --delays 1ms,40ms --losses 0%,0.1% --megabytes 16
 
-Every pair of delay and loss is one emulated cluster, on which all configurations take turns. The last column is what
-`gradwire predict --rtt --loss` says of such a link.
+Every pair of delay and loss is one emulated cluster, on which all configurations take turns. The last column is the
+prediction of `gradwire predict --rtt --loss` for such a link.
 """
 
 import os
@@ -52,7 +52,7 @@ def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> C
     """Makes the configuration of gradwire's exact sum over a number of connections.
 
     Args:
-        place: This rank of the forked job.
+        place: Rank and nodes of the forked job.
         store: Store of the default group.
         numel: Number of float32 that are summed.
         connections: Number of connections; 0 leaves it to gradwire, which probes the links.
@@ -73,7 +73,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """Runs one rank's part of the comparison; returns its exit status.
 
     Args:
-        place: This rank of the forked job.
+        place: Rank and nodes of the forked job.
         arguments: Number of elements, number of rounds, numbers of connections to try with commas between them.
     """
     numel, rounds, counts = int(arguments[0]), int(arguments[1]), [int(count) for count in arguments[2].split(",")]

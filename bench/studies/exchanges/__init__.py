@@ -1,1 +1,1 @@
-"""What other exchanges would cost; feeds docs/results/exchanges.md."""
+"""Studies of the cost of other exchanges between nodes, for docs/results/exchanges.md."""

@@ -1,11 +1,11 @@
-"""What large messages between nodes take through one gloo group and through two, and what the order of sums costs.
+"""Times large messages between nodes through one gloo group and through two, and sums in two orders.
 
 Feeds docs/results/exchanges.md.
 
     python -m gradwire.bench.studies.exchanges.full_duplex              # 2x1, 2x2 and 4x2; needs root
     python -m gradwire.bench.studies.exchanges.full_duplex 4x2 --sums   # all-reduces in rank order, beside gloo's ring
 
-All configurations take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
+All configurations take turns in one job on an emulated cluster, so that a slow moment of the machine slows all alike.
 """
 
 import sys
@@ -30,7 +30,7 @@ from gradwire.comms.transport import torch_group
 TIMEOUT = timedelta(seconds=60)
 CASES = {"2x1": [1, 1], "2x2": [2, 2], "4x2": [2] * 4}
 PAYLOAD_NBYTES = 2 << 20
-"""What every rank sends to its peers in all."""
+"""Bytes that every rank sends to all of its peers together."""
 
 SUM_NUMEL = 2_000_000
 CHUNKS = (1, 2, 4, 8)
@@ -39,7 +39,14 @@ NEVER = 1 << 40
 
 
 def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> Configuration:
-    """An all-to-all with the ranks of the same index on the other nodes; from `large_nbytes` on over two groups."""
+    """Makes the configuration of an all-to-all with the ranks of the same index on the other nodes.
+
+    Args:
+        place: Rank and nodes of the forked job.
+        store: Store of the default group.
+        name: Name of the configuration.
+        large_nbytes: Size of a message from which on it is sent over two gloo groups.
+    """
     count, index = len(place.nodes), place.rank % place.nodes[0]
     transport = torch_group.connect_gloo(
         PrefixStore(f"{name}/{index}", store), place.node, count, TIMEOUT, interface=place.interface
@@ -55,7 +62,16 @@ def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> C
 
 
 def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, large_nbytes: int) -> Configuration:
-    """An exact all-reduce; in rank order where buckets may be fused, else in gloo's ring."""
+    """Makes the configuration of an exact all-reduce of `SUM_NUMEL` float32.
+
+    Args:
+        place: Rank and nodes of the forked job.
+        store: Store of the default group.
+        plan: Name of the plan.
+        chunks: Number of chunks.
+        order: `ring` sums in the order of gloo's ring; any other name sums in the order of ranks.
+        large_nbytes: Size of a message from which on it is sent over two gloo groups.
+    """
     fusion = {} if order == "ring" else {"fusion": 25.0}
     name = f"{plan}, {order}, {chunks}"
     communicator = Communicator(
@@ -77,11 +93,11 @@ def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, 
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part.
+    """Measures as one rank of the forked job; rank 0 reports the figures. Returns the exit status.
 
     Args:
-        place: Where this rank is.
-        arguments: `exchange` or `sums`.
+        place: Rank and nodes of the forked job.
+        arguments: One word: `exchange` or `sums`.
     """
     usual = torch_group.LARGE_NBYTES
 
@@ -99,10 +115,10 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def measure(case: str, nic: str, what: str) -> dict[str, float]:
-    """Median seconds of every configuration on one emulated cluster.
+    """Measures every configuration on one emulated cluster; returns name -> median seconds.
 
     Args:
-        case: A key of `CASES`.
+        case: Key of `CASES`.
         nic: Rate of each node's link.
         what: `exchange` or `sums`.
 
@@ -114,7 +130,7 @@ def measure(case: str, nic: str, what: str) -> dict[str, float]:
 
 
 def exchanges(cases: list[str], nic: str) -> Table:
-    """Payloads from every rank to its peers, beside the time that the link alone takes."""
+    """Measures the all-to-all on some clusters; returns a table with the time that the link alone would take."""
     rows = Table("nodes x ranks", "the wire alone, ms", "one group", "two groups", title=machine_line())
     for case in cases:
         found = measure(case, nic, "exchange")
@@ -124,7 +140,7 @@ def exchanges(cases: list[str], nic: str) -> Table:
 
 
 def sums(case: str, nic: str) -> Table:
-    """An all-reduce of 8 MB by plan, order of the sum and number of chunks."""
+    """Measures an all-reduce of 8 MB on one cluster; returns a table by plan, order of the sum and number of chunks."""
     found = measure(case, nic, "sums")
     rows = Table("plan, sums", *(f"{chunks} chunks, ms" for chunks in CHUNKS), title=f"{case}; {machine_line()}")
     for plan in ("hierarchical", "flat"):

@@ -1,4 +1,4 @@
-"""Calls a comm hook as DDP's reducer does, with no model: buckets as they come, during a backward pass of autograd."""
+"""Stands in for DDP's reducer: buckets to hand to a comm hook, and a backward pass to call it in, without a model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,32 +8,32 @@ from torch import Tensor
 
 
 class HandedBucket:
-    """What DDP hands to a hook.
+    """Has the methods of torch's `GradBucket`, the object that DDP hands to a comm hook.
 
     Args:
-        index: Of the bucket in its step.
-        buffer: 1-D: the gradients of `parameters`, end to end.
-        parameters: Whose gradients these are.
-        last: No other bucket comes in this step.
+        index: Position of the bucket in its step.
+        buffer: 1-D tensor: the gradients of `parameters`, end to end.
+        parameters: Parameters whose gradients are in the bucket.
+        last: True for the last bucket of a step.
     """
 
     def __init__(self, index: int, buffer: Tensor, parameters: Sequence[Tensor], last: bool) -> None:
         self._index, self._buffer, self._parameters, self._last = index, buffer, list(parameters), last
 
     def index(self) -> int:
-        """Its place in the step."""
+        """Returns the bucket's position in its step."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """The gradients, end to end."""
+        """Returns the gradients, end to end: the tensor itself, not a copy."""
         return self._buffer
 
     def parameters(self) -> list[Tensor]:
-        """Whose gradients these are."""
+        """Returns the parameters whose gradients are in the bucket."""
         return self._parameters
 
     def gradients(self) -> list[Tensor]:
-        """The gradients in the shapes of their parameters; views of the buffer."""
+        """Returns the gradients in the shapes of their parameters, as views of the buffer."""
         flats = torch.split(self._buffer, [each.numel() for each in self._parameters])
         return [flat.view(each.shape) for flat, each in zip(flats, self._parameters, strict=True)]
 
@@ -55,6 +55,6 @@ class _Backward(torch.autograd.Function):
 
 
 def in_backward(body: Callable[[], None]) -> None:
-    """Runs `body` in a backward pass of autograd, on this thread."""
+    """Calls `body` once during a backward pass of autograd, on this thread; what it raises is raised here."""
     leaf = torch.zeros(1, requires_grad=True)
     _Backward.apply(leaf, body).sum().backward()  # type: ignore[no-untyped-call]

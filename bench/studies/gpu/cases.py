@@ -1,4 +1,4 @@
-"""What `gpu_report` times for docs/results/gpu.md besides bench/kernels/cases.py: sums and many matrices."""
+"""Kernel cases that the GPU report adds to those of bench/kernels/cases.py: a sum of float16, and many matrices."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ LARGEST_SIDE = 8192
 
 
 def fp16_decode_case(numel: int, device: torch.device) -> KernelCase:
-    """The sum of four workers' float16 payloads."""
+    """Makes the case that sums four workers' float16 payloads of `numel` elements; compared with `torch.sum`."""
     rows = torch.randn(WORKERS, numel, device=device).half()
     targets = [torch.empty(numel, device=device) for _ in range(SETS)]
     codec, payloads = CastCodec("float16"), rows.view(torch.uint8)
@@ -31,7 +31,10 @@ def fp16_decode_case(numel: int, device: torch.device) -> KernelCase:
 
 
 def orthogonalize_case(numel: int, device: torch.device) -> KernelCase:
-    """The factors of 50 matrices, rank 4, up to 8192 long, against a loop of torch.linalg.qr; `numel` is not used."""
+    """Makes the case that orthogonalizes the factors of 50 matrices, rank 4, up to 8192 long.
+
+    It is compared with a loop of torch.linalg.qr; `numel` is not used.
+    """
     sides = [LARGEST_SIDE * (index + 1) // MATRICES for index in range(MATRICES)]
     factors = [[torch.randn(RANK, side, device=device) for side in sides] for _ in range(SETS)]
     columns = [[factor.t().contiguous() for factor in each] for each in factors]

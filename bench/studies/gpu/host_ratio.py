@@ -1,4 +1,4 @@
-"""What the hook costs the host beside torch's own `allreduce_hook`, with torch's real C++ underneath, taken in turns.
+"""Compares what gradwire's hook and torch's `allreduce_hook` cost the host, with torch's real C++ underneath.
 
 Process groups, works, futures, streams, events and the caching allocator are torch's own, so this runs where torch has
 CUDA: on GPUs, or on the GPU stand-in of the tests, where CUDA and NCCL cost next to nothing on the thread that calls
@@ -37,13 +37,13 @@ from gradwire.comms.environment import local_rank, set_launch_order
 from gradwire.comms.hook import HookState
 
 BUCKETS = 8
-"""Of a step."""
+"""Number of buckets in a step."""
 PARAMETERS = 12
-"""Of a bucket."""
+"""Number of parameters in a bucket."""
 SHAPE = (64, 32)
-"""Of a parameter: large enough to be compressed, small enough to be computed at once."""
+"""Shape of each parameter: large enough to be compressed, small enough to be computed at once."""
 WARM_STEPS = 30
-"""Past step 23 gradwire times nothing any more."""
+"""Steps before the first one that is measured. After step 23 gradwire no longer times its transfers."""
 TORCH = "torch"
 
 Hook = Callable[[Any], "torch.futures.Future[Tensor]"]
@@ -60,20 +60,20 @@ class Gate:
         dist.all_reduce(self._token, group=self._devices)  # connects the ranks, which makes hosts wait
 
     def before(self) -> None:
-        """Before a step: rank 0's device waits, and the other ranks' hosts."""
+        """Begins a step: makes rank 0's device wait for the other ranks, and their hosts wait for rank 0."""
         if not self._first:
             dist.barrier(self._hosts)
         dist.all_reduce(self._token, group=self._devices)
 
     def behind(self) -> None:
-        """After the step: lets the other ranks go on; returns when this rank's device is through."""
+        """Ends a step: lets the other ranks go on, and returns when this rank's device has finished."""
         if self._first:
             dist.barrier(self._hosts)
         torch.cuda.synchronize()
 
 
 class MeasuredHook:
-    """One way to average, and its buckets.
+    """Runs one hook over buckets of its own and times it.
 
     Args:
         mode: `torch`, `flat`, `hierarchical`, or `hierarchical:` and a compressor.
@@ -109,7 +109,15 @@ class MeasuredHook:
             self._hook = self._state.reduce
 
     def step(self, watched: AbstractContextManager[object] | None = None, *, gated: bool = True) -> float:
-        """One backward pass, `watched` around what is measured; seconds of processor time of a bucket."""
+        """Runs one backward pass through the hook.
+
+        Args:
+            watched: Context manager that is entered around what is measured, for a profiler; None for none.
+            gated: Hold the device back with the gate until rank 0's host has issued the step.
+
+        Returns:
+            Seconds of this thread's processor time for a bucket.
+        """
         watched = watched or nullcontext()
         futures: list[torch.futures.Future[Tensor]] = []
         seconds: list[float] = []
@@ -136,13 +144,13 @@ class MeasuredHook:
         return (ended - began) / BUCKETS
 
     def close(self) -> None:
-        """Ends the state."""
+        """Closes gradwire's state; does nothing for torch's hook."""
         if self._state is not None:
             self._state.close()
 
 
 def main() -> None:
-    """Prints the table on rank 0."""
+    """Measures all hooks in turns and prints the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="aabb", help="a letter for each rank's node")
     parser.add_argument("--modes", default="flat,hierarchical", help="separated by commas")
@@ -178,7 +186,11 @@ def main() -> None:
 
 
 def table(rounds: dict[str, list[list[float]]]) -> str:
-    """A table in Markdown of seconds of a bucket in each step of each round, by hook; `torch` is among them."""
+    """Returns a table in Markdown: for each hook its least and median time for a bucket, and both ratios to torch's.
+
+    Args:
+        rounds: By hook, for each round the seconds for a bucket in each of its steps; `torch` must be among the hooks.
+    """
     least = {mode: min(map(min, found)) for mode, found in rounds.items()}
     medians = {mode: [statistics.median(steps) for steps in found] for mode, found in rounds.items()}
     lines = ["| hook | least, us | median, us | least, of torch's | median, of torch's |", "|---|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""Feeds docs/results/gpu_plans.md: what each plan is predicted to take on clusters of GPUs, beside NCCL's own best.
+"""Predicts the time of each plan on clusters of GPUs, beside NCCL's own best; feeds docs/results/gpu_plans.md.
 
     python -m gradwire.bench.studies.gpu.plans      # prints the tables
     python -m gradwire.bench.studies.tables         # writes them into the page
@@ -25,7 +25,7 @@ NODES = (2, 4, 8, 16)
 MEGABYTES = (1, 25, 100)
 
 CODEC_HOST_SECONDS = 100e-6
-"""What a compressed bucket may take of the host more than one NCCL call, for each chunk (120 us less 20)."""
+"""Host time that each chunk of a compressed bucket takes beyond one NCCL call (120 us less 20)."""
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 COLUMNS = ("nodes", "MB", "ring", "tree", "NVLSTree", "gradwire's plan", "ms", "gain", "bf16", "int8", "recommended")
@@ -41,7 +41,7 @@ class GpuCluster:
     nic_bits_per_second: float | None = None
 
     def cluster(self, nodes: int) -> Cluster:
-        """That many of them."""
+        """Returns a cluster of `nodes` such machines."""
         return cluster_of_machines(self.machine, nodes, nic_bits_per_second=self.nic_bits_per_second)
 
 
@@ -57,7 +57,15 @@ CLUSTERS = (
 
 @dataclass(frozen=True, slots=True)
 class GpuPrediction:
-    """One row: seconds of NCCL's algorithms, of gradwire's plan, and of the hierarchical one compressed."""
+    """One row of a table.
+
+    Attributes:
+        nodes: Number of machines.
+        megabytes: Size of the gradient.
+        nccl: Seconds of NCCL's flat all-reduce, by algorithm.
+        plan: gradwire's exact plan.
+        compressed: The fastest hierarchical plan with each compressor, by its name.
+    """
 
     nodes: int
     megabytes: int
@@ -67,7 +75,7 @@ class GpuPrediction:
 
     @property
     def recommended(self) -> str:
-        """The exact plan, or a compressor that clearly pays: the milder one if the other gains little on it."""
+        """Name of the exact plan, or of a compressor that clearly pays: bf16 unless int8 clearly gains on it."""
         best, seconds = self.plan.name, self.plan.seconds
         for name in ("bf16", "int8"):
             plan = self.compressed[name]
@@ -77,7 +85,7 @@ class GpuPrediction:
         return best
 
     def cells(self) -> Iterator[str]:
-        """As in `COLUMNS`."""
+        """Yields the row's cells in the order of `COLUMNS`."""
         fastest = min(self.nccl.values())
         yield str(self.nodes)
         yield str(self.megabytes)
@@ -92,13 +100,13 @@ class GpuPrediction:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits."""
+    """Formats seconds as milliseconds, with three digits up to 99.9."""
     value = seconds * 1e3
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def predict(machines: GpuCluster) -> Iterator[GpuPrediction]:
-    """The rows of one table."""
+    """Yields the rows of one cluster's table, by number of nodes and size."""
     rate = codec_bytes_per_second(machines.machine)
     for nodes in NODES:
         cluster = machines.cluster(nodes)
@@ -117,7 +125,7 @@ def predict(machines: GpuCluster) -> Iterator[GpuPrediction]:
 
 
 def tables() -> str:
-    """All tables as Markdown."""
+    """Returns the tables of all clusters as Markdown."""
     lines: list[str] = []
     for machines in CLUSTERS:
         intra, inter = (level.link for level in machines.cluster(2).levels)
@@ -136,10 +144,10 @@ def tables() -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables made anew.
+    """Returns the page's text with its tables made anew.
 
     Raises:
-        ValueError: It does not say where they begin and end.
+        ValueError: The page lacks the marks `BEGIN` and `END` around its tables.
     """
     return put_between(page, tables().strip(), BEGIN, END)
 

@@ -1,4 +1,4 @@
-"""Everything that docs/results/gpu.md wants to know of a machine with a GPU, as Markdown, in under eight minutes.
+"""Measures a machine with a GPU for docs/results/gpu.md, as Markdown, in under eight minutes.
 
     python -m gradwire.bench.studies.gpu.report                    # on the terminal
     python -m gradwire.bench.studies.gpu.report --output FILE      # and into a file
@@ -31,7 +31,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def launches(case: KernelCase) -> int:
-    """How many kernels one run of the case starts, as the profiler sees it."""
+    """Returns how many kernels one run of the case launches, by torch's profiler, without copies and fills."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         case.ours(0)
         torch.cuda.synchronize()
@@ -40,7 +40,12 @@ def launches(case: KernelCase) -> int:
 
 
 def row(result: KernelResult, started: int) -> str:
-    """One line of a table of kernels."""
+    """Returns one line of the table of kernels.
+
+    Args:
+        result: Measurement of one kernel.
+        started: Number of kernels that the case launches.
+    """
     return (
         f"| {result.kernel} | {result.seconds * 1e6:.1f} | {result.bytes_per_second / 1e9:.0f} | "
         f"{result.of_floor:.2f} | {result.speedup:.1f} | {started} |"
@@ -48,7 +53,7 @@ def row(result: KernelResult, started: int) -> str:
 
 
 def kernel_table(mebibytes: int, device: torch.device) -> Iterator[str]:
-    """The lines of the table for gradients of this size."""
+    """Measures all kernels on gradients of `mebibytes` MiB of float32 and yields the table, a line each."""
     numel = mebibytes * 2**20 // 4
     buffers: list[tuple[Tensor, Tensor]] = [
         (torch.zeros(numel, device=device), torch.ones(numel, device=device)) for _ in range(SETS)
@@ -65,7 +70,7 @@ def kernel_table(mebibytes: int, device: torch.device) -> Iterator[str]:
 
 
 def step_lines(cost: gpu_step.StepCost) -> Iterator[str]:
-    """The lines about the hook's own cost."""
+    """Yields the lines of the table of the hook's own cost."""
     yield "## The hook in a world of one rank, 50-layer residual network\n"
     yield "| step without, ms | step with, ms | cost of the hook | calls that wait for the device |"
     yield "|---|---|---|---|"
@@ -76,7 +81,7 @@ def step_lines(cost: gpu_step.StepCost) -> Iterator[str]:
 
 
 def tested_lines() -> Iterator[str]:
-    """How the tests marked `gpu` went; nothing where there is no checkout."""
+    """Runs the tests marked `gpu` and yields their failures and the last line; nothing without a checkout."""
     found = [name for name in TESTS if (CHECKOUT / name).exists()]
     if not found:
         return
@@ -97,7 +102,7 @@ def tested_lines() -> Iterator[str]:
 
 
 def report(device: torch.device) -> Iterator[str]:
-    """Every line, as soon as it is known."""
+    """Measures everything and yields the report's lines as soon as they are known."""
     measured_with = ", ".join(f"{name} {version}" for name, version in (versions() | cuda_versions()).items())
     yield f"# A GPU's figures\n\n{machine_line()}; {measured_with}\n\n    python -m gradwire.bench.studies.gpu.report\n"
     for mebibytes in MEBIBYTES:
@@ -109,7 +114,7 @@ def report(device: torch.device) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the report; returns the exit status: 2 where this machine cannot make one."""
+    """Prints the report; returns the exit status: 2 if this machine has no GPU that runs the CUDA kernels."""
     parser = StudyParser("gpu.report", __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there too")
     options = parser.parse_args(argv)

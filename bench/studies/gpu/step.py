@@ -1,4 +1,4 @@
-"""What the hook costs a training step on one rank, and whether backward waits for it.
+"""Measures what the hook costs a training step on one rank, and whether backward waits for the device.
 
 `gpu_report` writes it into docs/results/gpu.md.
 
@@ -24,7 +24,15 @@ BLOCKING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchron
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut. Source: He et al., Deep Residual Learning (CVPR 2016), figure 5, right."""
+    """Adds three convolutions to a shortcut.
+
+    Args:
+        inputs: Channels of the input.
+        width: Channels of the middle convolution; the output has four times as many.
+        stride: Stride of the middle convolution and of the shortcut.
+
+    Source: He et al., Deep Residual Learning (CVPR 2016), figure 5, right.
+    """
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -52,7 +60,10 @@ class Bottleneck(nn.Module):
 
 
 def residual_network() -> nn.Sequential:
-    """25,557,032 parameters. Source: He et al., Deep Residual Learning (CVPR 2016), table 1 (50-layer)."""
+    """Makes ResNet-50, with 25,557,032 parameters.
+
+    Source: He et al., Deep Residual Learning (CVPR 2016), table 1 (50-layer).
+    """
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, 3, bias=False),
         nn.BatchNorm2d(64),
@@ -69,7 +80,7 @@ def residual_network() -> nn.Sequential:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What `measure` found."""
+    """Holds the seconds of a step without and with gradwire's hook, as `measure` found them."""
 
     bare_seconds: float
     """Median of a step whose hook does nothing."""
@@ -80,12 +91,12 @@ class StepCost:
 
     @property
     def share(self) -> float:
-        """The hook's cost as a share of the step."""
+        """The hook's cost as a share of the step without it; negative if the step became faster."""
         return self.hook_seconds / self.bare_seconds - 1.0
 
 
 def nothing(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that hands the bucket back at once."""
+    """Hands the bucket back at once, as a DDP hook; `state` is not used."""
     flat = bucket.buffer()
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
     done.set_result(flat)
@@ -93,7 +104,7 @@ def nothing(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class _TimedModel:
-    """One model, and its forward and backward pass."""
+    """Wraps a network in DDP and times its forward and backward pass on random images."""
 
     def __init__(self, network: nn.Module, device: torch.device, image: int, batch: int) -> None:
         self.model = DistributedDataParallel(
@@ -108,7 +119,7 @@ class _TimedModel:
         self.model(self.images).sum().backward()
 
     def seconds(self) -> float:
-        """Of one step, the device idle before and after it."""
+        """Returns the seconds of one step, with the device idle before and after it."""
         _finish(self.images)
         start = time.perf_counter()
         self.step()
@@ -129,14 +140,14 @@ def measure(
     batch: int = 64,
     rounds: int = 20,
 ) -> StepCost:
-    """Takes steps in turns.
+    """Measures steps with a hook that does nothing and with gradwire's, in turns, in a world of this process alone.
 
     Args:
-        device: Where to train.
+        device: Device to train on.
         make: Makes the network.
         image: Height and width of the images, in pixels.
         batch: Images a step.
-        rounds: Timed steps of each.
+        rounds: Timed steps with each hook, after three that are not timed.
 
     Raises:
         RuntimeError: torch.distributed is initialised already.

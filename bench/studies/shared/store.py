@@ -1,9 +1,10 @@
-"""The store of a study's ranks, served by a process of its own, as torchrun's agent serves one.
+"""Serves the store of a study's ranks in a process of its own, as torchrun's agent does.
 
 Feeds docs/develop/startup.md and docs/results/elastic.md, by the studies that use it.
 
-Whoever serves a TCPStore has a thread of it, in C++. Of ranks that were forked beside one, one in thirty stood still in
-connecting to it (torch 2.13, glibc 2.36): a lock that the thread held at that moment is never given back there.
+A process that serves a TCPStore runs a C++ thread for it. Of ranks that were forked from such a process, one in thirty
+hung while it connected (torch 2.13, glibc 2.36): a lock that the thread held at the fork is never released in the
+child.
 """
 
 import multiprocessing

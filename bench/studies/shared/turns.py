@@ -1,4 +1,4 @@
-"""Configurations that take turns on an emulated cluster: the part of its ranks, and of who has started them."""
+"""Runs configurations in turns on an emulated cluster: the part of its ranks, and the part of the starting process."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,7 +12,7 @@ from gradwire.bench.emulation.fork import START_TIMEOUT, ForkedRank, hear_forked
 from gradwire.comms.bootstrap.compat import Store, store_of
 
 Make = Callable[[Store], Sequence[Configuration]]
-"""Function of the default group's store that makes the configurations, the same on all ranks."""
+"""Makes the configurations, the same in the same order on all ranks, from the default group's store."""
 
 
 def tell_turns(

@@ -1,4 +1,4 @@
-"""What watching costs: processor time of the thread that trains, for a collective, a message, and a wait for either.
+"""Measures what watching costs the thread that trains, for a collective, a message, and a wait for either.
 
 Feeds docs/results/diagnosis.md.
 
@@ -35,14 +35,14 @@ from gradwire.comms.watch.messages import MessageNotes
 BLOCKS, CALLS = 200, 50
 STEPS, STEP_SECONDS = 600, 0.02
 DEPTHS = (3, 30)
-"""Frames of Python above a call."""
+"""Numbers of Python frames from which a call is measured: the watch walks the stack."""
 
 Costs = dict[str, float]
 """Name of a call -> microseconds of processor time of the training thread."""
 
 
 def deep(depth: int, call: Callable[[], object]) -> None:
-    """Calls a function from `depth` frames further down the stack."""
+    """Calls a function with `depth` more frames on the stack."""
     if depth:
         deep(depth - 1, call)
     else:
@@ -50,11 +50,16 @@ def deep(depth: int, call: Callable[[], object]) -> None:
 
 
 class Nowhere:
-    """Stands for the work of a message that is not sent, as torch's own cost is no cost of the watch."""
+    """Stands in for the work of a message that is not sent, so that torch's own cost is not measured."""
 
 
 def message(notes: MessageNotes, tensor: torch.Tensor) -> None:
-    """Notes a message and the wait for it, as the wrapped methods do."""
+    """Records the sending of a message and the wait for it, as the methods that the watch wraps do.
+
+    Args:
+        notes: Record of messages.
+        tensor: The message; not sent.
+    """
     world = dist.group.WORLD
     assert world is not None
     work = notes._message(lambda *_: cast(BackendWork, Nowhere()), world, [tensor], 0, 0, sends=True)
@@ -62,11 +67,11 @@ def message(notes: MessageNotes, tensor: torch.Tensor) -> None:
 
 
 def measured(watches: bool, rank: int, port: int) -> None:
-    """Measures the costs of calls on a lone rank and prints them.
+    """Measures the costs of calls as the only rank of a job, and prints them as JSON.
 
     Args:
         watches: True runs the watch.
-        rank: Number of this rank.
+        rank: Number of this rank; 0.
         port: Port of the job's store.
     """
     torch.set_num_threads(1)
@@ -90,7 +95,7 @@ def measured(watches: bool, rank: int, port: int) -> None:
 
 
 def looked(rank: int, port: int) -> None:
-    """Trains as one of two watched ranks; rank 0 prints the share of a processor that its watch's thread takes."""
+    """Takes steps as one of two watched ranks; rank 0 prints the share of a core that its watch's thread takes."""
     torch.set_num_threads(1)
     gradwire.watch()
     join(rank, 2, port, TIMEOUT)
@@ -111,7 +116,7 @@ def repeat(call: Callable[[], object], times: int) -> None:
 
 
 def repeat_blocks(call: Callable[[], object], used: list[float]) -> None:
-    """Calls `CALLS` times, `BLOCKS` times, and appends the processor time of each block in seconds."""
+    """Makes `BLOCKS` blocks of `CALLS` calls each; appends the processor seconds of each block to `used`."""
     for _ in range(BLOCKS):
         before = time.thread_time()
         repeat(call, CALLS)
@@ -127,7 +132,7 @@ def own_seconds() -> float:
 
 
 def main() -> None:
-    """Runs ranks in turn, and prints a table."""
+    """Runs ranks without and with the watch in turn, and prints a table of both and of the difference."""
     parser = StudyParser("watch.cost", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="ranks without and with (default: 5)")
     options = parser.parse_args()

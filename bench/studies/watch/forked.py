@@ -1,4 +1,4 @@
-"""Ranks of a small job, forked from a process that has imported torch: forty jobs in minutes, not in hours.
+"""Runs the ranks of a small job as forks of a process that has imported torch: forty jobs in minutes, not in hours.
 
 They end as under torchrun: when one has failed the others get SIGTERM. Each watches itself as `GRADWIRE_WATCH=1` does.
 """
@@ -31,7 +31,8 @@ RESULT = "result:"
 """Text that rank 0 prints before its result."""
 
 _one_forks = threading.Lock()
-"""Held while a store is started and ranks are forked, because several threads may each run a job."""
+"""Guards the start of a store and the forks of its ranks: several threads may each run a job, but one forks at a time,
+so that no rank inherits another job's half-made store."""
 
 
 def join(rank: int, size: int, port: int, timeout: timedelta) -> None:

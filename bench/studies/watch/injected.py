@@ -1,4 +1,4 @@
-"""How many injected delays and disagreements a watch names, in jobs of seven kinds, and whom it names without any.
+"""Counts how many injected delays and disagreements a watch names, and how many ranks it names without any.
 
 Feeds docs/results/diagnosis.md, whose table is made of the data file by `python -m gradwire.bench.studies.tables`:
 
@@ -7,11 +7,12 @@ Feeds docs/results/diagnosis.md, whose table is made of the data file by `python
 Each job's result is a line of the data file as soon as it is there. What the file has is not run again, so that the
 same command goes on where it was stopped; take a line out to repeat it.
 
-A delay: one rank of four computes 200 ms longer for 20 steps. It counts as named if the watch names this rank, and no
-other, before the 20th step ends. A rank that is named because it waits for a processor is counted apart: on a machine
-with fewer processors than work it is late. A disagreement: one rank leaves out a collective, swaps two, or gives
-another shape or dtype. It counts as explained if the watch says what that rank has issued, with file and line, before
-gloo's time-out. Ranks are forked from this process (`forked`), and sleep where they would compute.
+A delay, in jobs of seven kinds of parallelism: one rank of four computes 200 ms longer for 20 steps. It counts as named
+if the watch names this rank, and no other, before the 20th step ends. A rank that is named because it waits for a
+processor is counted apart: on a machine with fewer processors than work it is late. A disagreement: one rank leaves out
+a collective, swaps two, or gives another shape or dtype. It counts as explained if the watch says what that rank has
+issued, with file and line, before gloo's time-out. Ranks are forked from this process (`forked`), and sleep in place of
+computing.
 """
 
 import importlib
@@ -55,7 +56,7 @@ RANKS = 4
 LIMIT_SECONDS = 600.0
 STALL_SECONDS = 3.0
 SMALL_STEP_SECONDS = 0.002
-"""What each rank computes in a healthy step: as small as a step over gloo gets."""
+"""Computation of each rank in a healthy step: as short as a step over gloo gets."""
 
 DISAGREEMENTS = {
     "skip": "a rank leaves out a collective",
@@ -64,7 +65,8 @@ DISAGREEMENTS = {
     "dtype": "a rank gives another dtype",
 }
 AT_A_TIME = 3
-"""Jobs; they sleep most of the time. What must name nobody runs alone."""
+"""Number of jobs that run at the same time; they sleep most of it. The healthy job, which must not be disturbed, runs
+alone."""
 
 PARTS = ("late", "disagree", "healthy")
 
@@ -138,7 +140,9 @@ def injected_disagreement(fault: str, rank: int) -> float | None:
     _, text = run_ranks(RANKS, partial(watched, work), LIMIT_SECONDS)
     began = re.search(rf"{FAULT_AT} ([\d.]+)", text)
     said = re.search(
-        rf"^([\d.]+) watch: .*disagree in collective.*\brank {rank} issued [^;]* at job\.py:\d+", text, re.MULTILINE
+        rf"^([\d.]+) watch: .*disagree in collective.*\brank {rank} issued [^;]* at job\.py:\d+",
+        text,
+        re.MULTILINE,
     )
     if began is None or said is None or float(said[1]) - float(began[1]) > job.TIMEOUT.total_seconds():
         print(f"{fault} on rank {rank} was not explained: {text[-4000:]}", file=sys.stderr)
