@@ -135,7 +135,7 @@ def settings_of(options: argparse.Namespace, scale: Scale, **network: Any) -> Co
 
     Args:
         options: Options of the command line, as `options.parse` returns them.
-        scale: How much a replay is shrunk and slowed down; 1 and 1 without a replay.
+        scale: Factors by which a replay is shrunk and slowed down; both are 1 without a replay.
         network: Further fields of `CompareSettings`: the rates of the links, and whether mpirun started the ranks.
     """
     same = {name: getattr(options, name) for name in ("model", "replay", "batch", "rounds", "only", "imports")}

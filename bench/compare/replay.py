@@ -210,7 +210,7 @@ class ReplayLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: "_Context", *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Sleep for the layer's time, then return the gradients of the input and of the parameter."""
+        """Sleeps for the layer's time, then returns the gradients of the input and of the parameter."""
         if ctx.seconds:
             sleep(ctx.seconds)
         return outputs[0], ctx.gradient, None, None
@@ -307,7 +307,7 @@ DDP_BUCKET_MEGABYTES = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much a replay is shrunk and slowed down.
+    """Factors by which a replay is shrunk and slowed down.
 
     Attributes:
         factor: Divisor of the sizes of gradients and buckets, and of the rates of links.

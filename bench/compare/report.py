@@ -64,7 +64,7 @@ RECORDS = frozenset(("turn", "gradient_nbytes", "reason", "nic_nbytes"))
 
 
 class Collector:
-    """Reads the lines that rank 0 prints, moves the progress bar, and collects the measurements.
+    """Reads the lines that the ranks print, moves the progress bar, and collects the measurements of rank 0.
 
     Args:
         progress: Progress bar, which gets a task.
@@ -166,7 +166,7 @@ class Measured:
         where: Description of the cluster for the title.
         nodes: Number of ranks of each node.
         gradient_nbytes: Bytes of one rank's gradients in one step.
-        scale: How much a replay was shrunk and slowed down; 1 and 1 without a replay.
+        scale: Factors by which a replay was shrunk and slowed down; both are 1 without a replay.
         expected_seconds: Predicted seconds of a replayed step of plain DDP, from its waits and its link alone; None if
             there is no prediction.
         script: Name of the user's script that was trained; None for a model of this command's own.
@@ -264,7 +264,7 @@ def describe_emulated(options: argparse.Namespace, nodes: list[int], scale: Scal
     Args:
         options: Options of the command line, as `options.parse` returns them.
         nodes: Number of ranks of each node.
-        scale: How much a replay is shrunk and slowed down.
+        scale: Factors by which a replay is shrunk and slowed down.
     """
     order = " round-robin" if options.order == "round-robin" else ""
     link = scale.link(parse_rate(options.nic, "--nic"))

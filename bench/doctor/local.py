@@ -257,7 +257,7 @@ def _rate(folder: Path, name: str, rates: Mapping[str, float]) -> float | None:
 
     Args:
         folder: /sys/class/net below the root.
-        name: Interface.
+        name: Name of the interface.
         rates: Interface -> known rate, with bonds.
     """
     if name in rates or (folder / name / "bonding").is_dir():

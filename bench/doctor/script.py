@@ -90,6 +90,7 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
         )
     elif status and not late:
         error = f"the script failed with status {status} after {len(rows)} optimizer steps; {last}"
+    # The split of the steps' time and the line at which the script stood are in files of their own.
     stands = Path(f"{record}{STANDS}")
     beside = Path(f"{record}{SPLIT}")
     split = json.loads(beside.read_text()) if warm and beside.exists() else {}  # of the same steps
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> None:
     Args:
         argv: File for the record, the script, and the script's arguments.
     """
-    # Imported here, because the doctor imports this module in a Python without torch, too.
+    # Imported here, because the doctor also imports this module in a Python without torch.
     from gradwire.bench.doctor.split import StepSplit
     from gradwire.bench.steps import run_until
     from gradwire.comms.bootstrap.threads import BackgroundThread
@@ -134,6 +135,7 @@ def main(argv: list[str]) -> None:
             return
         Path(f"{record}{STANDS}").write_text(line_of_thread(main_thread) or "")
 
+    # A thread records the line of the main thread, in case the script hangs.
     main_thread = threading.get_ident()
     ended = threading.Event()
     BackgroundThread(
@@ -143,6 +145,7 @@ def main(argv: list[str]) -> None:
         on_failure=lambda error: None,  # the doctor finds no file, and says nothing of it
         end=ended.set,
     ).start()
+    # Run the script; `run_until` ends the process after the last step.
     split = StepSplit(Path(f"{record}{SPLIT}"))
     try:
         run_until(STEPS, words, after_step)

@@ -107,6 +107,7 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     good = min(rates_after_fixes(facts, found))
     exact = facts.exchange_seconds(good)
     first = _nothing(facts, found) if all(each.remark for each in found) else "Once that is mended"
+    # With a known step say how much more all nodes train; otherwise say how long a step must be for it.
     alone = computed_seconds(facts)
     if alone is not None:
         gain = count * alone / overlap.step_seconds(alone, exact)
@@ -128,7 +129,7 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
 
 
 def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
-    """Returns the words for a job without faults: "Nothing found" only if all was examined and no packets were lost."""
+    """Returns the words for a faultless job: "Nothing found" only if all was examined and no packets were lost."""
     lost = counted_loss(facts)
     if lost >= LOST_SHARE:
         return f"No fault is named, but {100 * lost:.2g} % of the packets of a pair were lost"
@@ -141,8 +142,8 @@ def rates_after_fixes(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float
     """Returns each node's rate after the fixes of the findings, in bytes per second.
 
     Args:
-        facts: Measurements of the job, with pairs.
-        found: Findings.
+        facts: Measurements of the job, with at least one pair of nodes.
+        found: Findings of the checks; only those that name a rate after the fix count.
     """
     good = facts.good_rate()
     rates = []

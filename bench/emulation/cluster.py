@@ -195,7 +195,7 @@ class EmulatedCluster:
         congestion: str | None = None,
         carrier: Carrier = "auto",
     ) -> None:
-        """Brings the nodes up.
+        """Makes the nodes and the network between them; `close`, or the end of a `with` block, removes both.
 
         Args:
             nodes: Ranks of each node, for example [2, 2] or [3, 1].
@@ -203,21 +203,22 @@ class EmulatedCluster:
                 `200mbit,200mbit,50mbit`. `100mbit+100mbit` gives each node two NICs, eth0 and eth1, each in a network
                 of its own. None leaves the links unlimited.
             mtu: Largest packet on the links, in bytes; 576 to 65535.
-            names: Resolution of the nodes' names on each node: `all` to their addresses, `own` as Debian has it, a
-                node's own to 127.0.1.1 and no others, `none` to nothing.
+            names: Host names that each node can resolve: `all` those of all nodes, to their addresses; `own` only its
+                own, to 127.0.1.1 as on Debian; `none` no name.
             network: Network of the nodes' addresses, with a prefix of 16 bits of IPv4, or 64 of IPv6 (no IPv4 then).
                 No node has a route out of it.
             path: Delay, jitter, loss and queues between the nodes; None for a network without any, whose links hold
                 200 ms.
             congestion: Congestion control of the nodes' TCP, a name of net.ipv4.tcp_available_congestion_control. None
                 leaves the machine's own, which is `cubic` unless somebody changed it.
-            carrier: Carrier of packets between nodes with a `path`: the kernel's `netem`, a `relay` in place of its
-                bridge, or `auto`, which is netem where the kernel has it and there is no seed.
+            carrier: Mechanism that delays and drops packets if there is a `path`: `netem` of the kernel, a `relay`
+                process in place of the kernel's bridge, or `auto`: netem if the kernel has it and there is no seed.
 
         Raises:
             ValueError: if a parameter is out of range.
             RuntimeError: if this machine cannot emulate a cluster (see `available`), or refuses while it is set up.
         """
+        # Check the arguments, and that this machine can emulate them.
         place_ranks(nodes)
         self.nodes = tuple(nodes)
         self.rates_by_nic = () if nic is None else parse_nic_rates(nic, len(nodes), "nic")
@@ -235,6 +236,7 @@ class EmulatedCluster:
             raise RuntimeError(f"cannot emulate a cluster here: {reason}")
         self.carrier = check_carrier(carrier, self.paths)
         """Carrier of the packets between nodes with a `path`, `netem` or `relay`; `auto` without one."""
+        # Set up the namespaces and links; remove whatever was made if one of them fails.
         self._runs = 0
         self._stack = contextlib.ExitStack()
         try:

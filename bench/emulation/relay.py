@@ -98,10 +98,12 @@ class Relay:
                 "delays and losses need gradwire's compiled part, which the wheel py3-none-any does not have; install "
                 "the wheel of this machine, or, in a checkout with a C++ compiler, `pip install .`"
             )
+        # Start the process inside the switch's namespaces. setpriv comes last in the command, because the kernel
+        # forgets the signal to send at the parent's end when a process gains rights.
         script = Path(__file__).with_name("relay_process.py")
-        # setpriv last: the kernel forgets the signal where a process gains rights.
         words = [*switch.enter_network(), "setpriv", "--pdeathsig", "KILL"]
         self._process = start_piped([*words, sys.executable, "-I", "-S", str(script), compiled.origin])
+        # Send it the network to relay, and wait until it says that it does.
         flat = [path for row in paths.paths for path in row]
         asked = {
             "interfaces": list(interfaces),

@@ -47,7 +47,7 @@ def vnmse(x: Tensor, arrived: Tensor) -> float:
     """Returns the squared norm of the error divided by that of the gradient; 0 if the gradient is zero.
 
     Args:
-        x: Gradient.
+        x: Gradient, a float tensor of any shape.
         arrived: Gradient after encoding and decoding, of the same shape.
     """
     whole = float(x.double().square().sum())

@@ -259,6 +259,7 @@ def to_json(
         version: Version of gradwire.
         machine: Description of the machine.
     """
+    # The run passes if no block is slower than the wanted bandwidth.
     rows = [row for block in blocks for row in block.rows]
     wrong = sum(row.wrong for row in rows)
     okay = "unchecked" if wanted is None else not any(too_slow(block.rows, wanted) for block in blocks)

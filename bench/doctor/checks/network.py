@@ -222,6 +222,7 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
     """Reports NICs in use whose PCIe link is slower than their network port."""
     if len(facts.nodes) < 2:
         return
+    # Find the nodes with such a NIC; the one with the slowest PCIe link is described.
     slow = []
     for node, ranks in enumerate(facts.nodes):
         nic = _used(ranks[0])
@@ -232,6 +233,7 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
     node, nic = min(slow, key=lambda each: (each[1].pcie_bits_per_second or 0.0, each[0]))
     port, lanes = (nic.bits_per_second or 1.0) / 8, (nic.pcie_bits_per_second or 1.0) / 8
     names = tuple(facts.names[each] for each, _ in slow)
+    # A port whose lanes are split over two interfaces needs both of them; any other NIC needs a wider slot.
     fix = (
         (
             f"RDMA uses both: an address on {nic.name} and on {nic.other_half}, both of their devices in NCCL_IB_HCA",
@@ -326,6 +328,7 @@ def flapping(facts: JobFacts) -> list[Diagnosis]:
 def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
     """Reports half-duplex links: by the driver, or because both directions at once have half the rate."""
     names = facts.names
+    # A driver that says "half" is certain, and makes the measured rates below superfluous.
     found = [
         Diagnosis(
             key="half_duplex",
@@ -348,6 +351,7 @@ def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
     yield from found
     if found or not halved:
         return
+    # Name the node that is in all of the halved pairs if there is one, and describe the worst pair.
     blamed = in_all(halved, facts.pairs) or {node for pair in halved for node in (pair.a, pair.b)}
     worst = min(halved, key=_both_share)
     who = listed([names[node] for node in sorted(blamed)])
@@ -611,6 +615,7 @@ def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
     """Reports that gloo did not connect, or would use the loopback or a container's bridge between several nodes."""
     names = facts.names
     many = len(names) > 1
+    # Report nodes on which gloo would use an interface that leads nowhere, although they have a NIC.
     inside = []
     for node, ranks in enumerate(facts.nodes):
         used = ranks[0].interface(ranks[0].gloo_interface)
@@ -637,6 +642,7 @@ def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
             stops=bool(error),
         )
         return
+    # Otherwise report the first rank on which gloo failed to connect.
     errors = [(place, each) for place, ranks in enumerate(facts.nodes) for each in ranks if each.gloo_error]
     if errors:
         node, failed = errors[0]

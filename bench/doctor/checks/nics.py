@@ -1,4 +1,4 @@
-"""A second network card that carries nothing, and what NCCL is told about several."""
+"""Checks of nodes with several NICs: one that carries nothing, and NCCL's setting for NICs in different networks."""
 
 from collections.abc import Iterator
 
@@ -11,12 +11,14 @@ WORTH = 0.1
 """Least rate of an idle NIC that is reported, as a share of the rate of the NIC in use."""
 
 ANOTHER = 1.4
-"""Multiple of the rate in use: a NIC above it alone is a finding `wrong_interface`; below it together, a remark."""
+"""Multiple of the rate in use. An unused NIC that is faster than that is a finding `wrong_interface` instead; if both
+NICs together are slower than that, the finding is only a remark."""
 
 
 def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports a NIC that reaches the other nodes and is not used: the rate of both together."""
+    """Reports the fastest NIC that reaches other nodes and is not used, with the rate that both would have together."""
     names = facts.names
+    # Find the unused NICs that would add something, and that this program is fast enough to judge.
     used = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}
     idle = []
     for each in facts.others:
@@ -33,6 +35,7 @@ def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
             idle.append((each, now))
     if not idle:
         return
+    # Report the fastest of them.
     best, now = max(idle, key=lambda found: found[0].bytes_per_second)
     first = facts.nodes[best.a][0]
     nic = first.gloo_interface or "eth0"
@@ -58,7 +61,7 @@ def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _gloo_takes(first: RankFacts, interface: str) -> bool:
-    """Returns whether GLOO_SOCKET_IFNAME names the interface as well."""
+    """Returns whether the interface is one of those in GLOO_SOCKET_IFNAME."""
     return interface in first.variables.get("GLOO_SOCKET_IFNAME", "").split(",")
 
 

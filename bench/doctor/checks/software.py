@@ -42,6 +42,7 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
     slow = [rank for rank in facts.missing_ranks if rank in facts.started_ranks]
     absent = [rank for rank in facts.missing_ranks if rank not in facts.started_ranks]
     waited = f"all other ranks reached the launcher's store and waited {facts.waited_seconds:.0f} s"
+    # Ranks that have started still import torch: their file system is slow.
     if slow:
         hosts = tuple(dict.fromkeys(facts.started_ranks[rank] for rank in slow))
         yield Diagnosis(
@@ -56,6 +57,7 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
             nodes=hosts,
             stops=True,
         )
+    # The others were not started, or cannot reach the first node; torchrun's agents have ruled the latter out.
     if absent:
         agents = (
             ("torchrun's agents have met before they start ranks, so no firewall keeps that node from the first one",)
