@@ -1,1 +1,1 @@
-"""What is measured while training runs, and what is changed for it."""
+"""Decisions from measurements of running training: cuts between all-reduces, and advice on plan and compressor."""

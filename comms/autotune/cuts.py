@@ -1,11 +1,13 @@
-"""Cuts of a step's gradients, computed from arrival times measured in the first steps, and kept in a file if asked.
+"""Finds the cuts of a step: the buckets after which one all-reduce ends and the next one begins.
 
-The best cuts come from a dynamic program over where the last transfer begins. One channel takes transfers one after
-another; a transfer of b bytes costs alpha + beta b and cannot begin before its last bucket has arrived.
+They are computed from the arrival times of the buckets in the first steps, and kept in a file if the user asks for it.
+The best cuts come from a dynamic program over the bucket at which the last all-reduce begins. All-reduces run one after
+another; one of b bytes takes alpha + beta b seconds and cannot begin before its last bucket has arrived at r. With F[j]
+as the earliest end of the first j buckets' all-reduces:
 F[j] = min over i of max(F[i], r_j) + alpha + beta (b_i+1 + ... + b_j).
 Source: the recurrence of MG-WFBP (Shi, Chu and Li, INFOCOM 2019, section IV), whose greedy solution this makes exact.
 
-Every rank runs the same program in steps, so all change their cuts at the same step, and communicate only where a
+Every rank runs the same program in steps, so all change their cuts at the same step, and communicate only when a
 decision is due. Cuts change nothing that is computed.
 """
 
@@ -33,8 +35,8 @@ from gradwire.topology.cluster import Cluster
 log = logging.getLogger("gradwire")
 
 SETTLED_STEPS = 2
-"""Number of steps in a row with the buckets of the step before, after which arrivals are measured. DDP rebuilds its
-buckets after the first step."""
+"""Number of consecutive steps whose buckets have the same sizes as in the step before, after which arrivals are
+measured. DDP rebuilds its buckets after the first step."""
 PROFILED_STEPS = 5
 """Number of steps whose arrivals are measured; the median over them counts for each bucket."""
 
@@ -53,7 +55,7 @@ class StepSeen:
 
 
 Program = Generator[FusionPlan, StepSeen, None]
-"""A coroutine that yields the fusion plan of the next step and is sent what was seen of that step; it never ends."""
+"""A coroutine that yields the fusion plan of the next step and is sent the observation of that step; it never ends."""
 Find = Callable[[tuple[int, ...], Sequence[float]], FusionPlan]
 """(bytes of each bucket, seconds at which each arrives) -> fusion plan with the best cuts."""
 
@@ -65,11 +67,13 @@ class CutFinder:
 
     Args:
         begun: Fusion plan that is used until the cuts are found.
-        find: Computes the cuts from the arrivals on the slowest rank; called on rank 0 only.
+        find: Computes the cuts from the latest arrival of each bucket over the ranks; called on rank 0 only.
         consensus: Agreement of all ranks of the group.
         keeps: True if cuts are kept from run to run; equal on all ranks. Rank 0 then first offers `known`.
-        known: Fusion plan that an earlier run has kept. Counts on rank 0 only, and only with `keeps`; None measures.
-        found: Called on every rank with cuts that were measured; not called if those of `known` are used.
+        known: Fusion plan that an earlier run has kept; None if there is none, so that cuts are measured. Read on rank
+            0 only, and only with `keeps`.
+        found: Called on every rank with the fusion plan that was computed from measurements; not called if `known` is
+            used.
 
     Attributes:
         plan: Fusion plan of the next step.
@@ -99,7 +103,7 @@ class CutFinder:
             seen: Bucket sizes and arrivals of the step that has ended, on this rank.
 
         Raises:
-            ValueError: The ranks came to no decision; the same on all of them.
+            ValueError: The ranks could not agree on a plan; raised on all of them.
         """
         self.plan = self._program.send(seen)
         return self.plan
@@ -141,10 +145,10 @@ class CutFinder:
         return _rows([decided])[0]
 
     def _agreed(self, chosen: Callable[[], FusionPlan | None]) -> FusionPlan | None:
-        """Returns the fusion plan that rank 0 has chosen, on all ranks; None if it has chosen none.
+        """Broadcasts a fusion plan from rank 0 and returns it on all ranks; None if rank 0 has none. Collective.
 
         Args:
-            chosen: Returns the plan or None; called on rank 0 only.
+            chosen: Function that returns the plan or None; called on rank 0 only.
         """
 
         def choose(_: object) -> object:
@@ -156,10 +160,10 @@ class CutFinder:
 
 
 def _rows(values: Sequence[object]) -> list[list[float]]:
-    """Returns lists of floats from the untyped JSON values that an agreement carries.
+    """Converts JSON values that ranks have exchanged to lists of floats.
 
     Args:
-        values: Lists of numbers, for example one of each rank.
+        values: Parsed JSON: lists of numbers, for example one from each rank.
     """
     rows = []
     for value in values:
@@ -227,16 +231,17 @@ class LearnsCuts(StepListener):
     def step_ended(self, step: EndedStep) -> None:
         """Records the step that has just ended, and sets the cuts of the next; called on every rank after every step.
 
-        In elastic training, ranks that come to no decision end the search, and train on with the cuts that they have.
+        If the ranks cannot agree in elastic training, the search ends and the present cuts stay.
 
         Args:
             step: The step, with the arrival time of each bucket.
 
         Raises:
-            ValueError: The ranks came to no decision, in training that is not elastic.
+            ValueError: The ranks could not agree, in training that is not elastic.
         """
         if self._over:
             return
+        # On a device, marks of time can be read only after a later step.
         times = [bucket.times for bucket in step.buckets]
         self._unread.append((self._fusion.last_sizes, [each.arrived for each in times if each.arrived is not None]))
         if len(self._unread) <= self._clock.lag:
@@ -246,7 +251,8 @@ class LearnsCuts(StepListener):
         before = self.finder.plan
         try:
             plan = self.finder.step_ended(StepSeen(sizes, arrivals))
-        except ValueError as refused:  # on all ranks alike, which go on by the same cuts
+        except ValueError as refused:
+            # Raised on all ranks, so all keep the same cuts.
             if not self._communicator.config.elastic:
                 raise
             self._over = True
@@ -273,7 +279,7 @@ class LearnsCuts(StepListener):
 
 
 def best_cuts(cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Sequence[float]) -> FusionPlan:
-    """Returns the cuts with which the last all-reduce of a step ends first, for one plan.
+    """Returns the cuts with which the last all-reduce of a step is predicted to end earliest, under one plan.
 
     Args:
         cluster: Placement of the ranks, with the rates of their links.
@@ -285,12 +291,15 @@ def best_cuts(cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Seq
 
 
 def affine(cluster: Cluster, plan: str, nbytes: int) -> tuple[float, float]:
-    """Returns (seconds per all-reduce, seconds per byte) of a plan: a line through two predicted times.
+    """Fits a line through the predicted times of a large and a small all-reduce of a plan.
 
     Args:
         cluster: Placement of the ranks, with the rates of their links.
         plan: Name of the plan.
-        nbytes: Bytes of the large all-reduce that is predicted; the small one has an eighth of them.
+        nbytes: Bytes of the large all-reduce, at least 8; the small one has an eighth of them.
+
+    Returns:
+        (seconds of an all-reduce of no bytes, at least 0; seconds that each byte adds).
     """
     large = max(nbytes, 8)
     small = large // 8
@@ -304,7 +313,7 @@ def affine(cluster: Cluster, plan: str, nbytes: int) -> tuple[float, float]:
 def optimal_cuts(
     arrivals: Sequence[float], sizes: Sequence[int], alpha_seconds: float, seconds_per_byte: float
 ) -> tuple[int, ...]:
-    """Returns the cuts with which the last all-reduce ends first, in O(n^2) for n buckets.
+    """Returns the cuts with which the last all-reduce of a step ends earliest, in O(n^2) time for n buckets.
 
     Args:
         arrivals: Seconds at which each bucket arrives, ascending; any zero point.

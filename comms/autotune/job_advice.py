@@ -1,4 +1,4 @@
-"""What to advise a running job: every plan and compressor, priced for the steps that were observed."""
+"""Predicts the step time of a running job under every plan and compressor, and recommends one of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -85,9 +85,9 @@ class JobAdvice:
         )
 
     def _doubt(self) -> str:
-        """Returns a line of doubt if step times scatter by more than the recommendation would save; else an empty text.
+        """Returns a line of doubt if step times vary by more than the recommendation would save; else an empty text.
 
-        It is empty, too, if nothing is to be changed, with `accumulate`, and if the scatter is not known.
+        Also empty if the recommendation is what runs, if `accumulate` is not 1, and if the variation is not known.
         """
         seen, verdict = self.observed, self.advice.recommend
         if self.kept or self.accumulate > 1 or seen.middle_half is None:
@@ -156,7 +156,7 @@ def advise_job(
 
 
 def _never_slower(advice: Advice, running: Running, observed: Observed, optimizer: str) -> Advice:
-    """Returns the advice, or one to change nothing if the recommendation is predicted to be slower than what runs.
+    """Replaces a recommendation that is predicted to be slower than what runs by the advice to change nothing.
 
     A recommendation may be slower than the fastest candidate by `WORTHWHILE`, a share of the step. So if it is slower
     than what runs, even the fastest candidate would save less than that.

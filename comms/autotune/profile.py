@@ -1,4 +1,4 @@
-"""The cuts that were found, kept for the next run: one JSON file, checked before it is believed."""
+"""Saves the cuts that were found for the next run, in a JSON file that is checked before its cuts are used."""
 
 import hashlib
 import json
@@ -69,7 +69,7 @@ def save(file: Path, key: dict[str, object], plan: FusionPlan) -> None:
 
 
 def load(file: Path, key: dict[str, object]) -> FusionPlan | None:
-    """Reads the fusion plan that `save` has written.
+    """Reads a fusion plan from the file that `save` has written.
 
     Args:
         file: The file.

@@ -1,7 +1,7 @@
-"""Elastic training of a DDP model: a step is kept until all ranks have averaged it, and repeated among those left.
+"""Elastic training of a DDP model: keeps copies of a step's gradients until all ranks have averaged them.
 
-What is here knows when a step must be kept, repeated or handed over; how ranks notice a loss and agree on who is left
-is in `membership.py` and `resilient_ops.py`, how a process joins in `joining.py` and `transfer.py`.
+If a rank fails before, the survivors repeat the step from the copies. `membership.py` and `resilient_ops.py` detect the
+failure and agree on the survivors; `joining.py` and `transfer.py` let a process join.
 """
 
 import logging
@@ -47,8 +47,8 @@ from gradwire.compressors.base import planned
 log = logging.getLogger("gradwire")
 
 MOST_ATTEMPTS = 5
-"""The most attempts of a process to join a running job: each costs the others a change of the ranks, and the end of it
-another one."""
+"""Largest number of attempts of a process to join a running job: each attempt changes the ranks of the others twice,
+when the process comes and when it fails."""
 
 OnMembershipChange = Callable[[View, View], None]
 """Called with the ranks as they were and as they are; see `HookState`."""
@@ -74,7 +74,7 @@ class Averaging(Protocol):
         """Starts the all-reduces of a step again; see `ElasticHookState.send_again`."""
 
     def send_rest(self, connection: GradientSession) -> None:
-        """Starts all deferred all-reduces of the step."""
+        """Starts the all-reduces that fusion has held back until the last bucket of the step arrived."""
 
 
 class CarriedState:
@@ -289,7 +289,7 @@ class ElasticTraining(StepListener):
         self._survive(membership, communicator, joins=False)
 
     def _open_door(self, store: Store, device: torch.device) -> Requests:
-        """Returns the queue of requests to join, which is closed when this object is collected.
+        """Makes the queue of other processes' requests to join; it is closed when this object is garbage-collected.
 
         Args:
             store: Store of the membership.

@@ -1,8 +1,9 @@
 """The process group that DDP and users call in elastic training: its members change, the object stays.
 
 DDP broadcasts its buffers in each forward pass, and the order of its buckets once, through its own group; torch's
-default group would wait for a lost rank for ever. Everything here is small and runs to its end before it returns, as an
-operation that survives losses: all of it is an all-reduce, in which a rank that has nothing to say gives zeros.
+default group would wait for a failed rank for ever. Every collective here is run by `ResilientOps` as an all-reduce, to
+which ranks that have nothing to send contribute zeros, and has ended when the call returns. That is slower than a real
+broadcast or gather, but the tensors are small.
 """
 
 from collections.abc import Callable, Sequence

@@ -159,7 +159,7 @@ class _Request:
     Attributes:
         pulse: Last heartbeat of the process; None before the first.
         beats: Whether two different heartbeats were seen.
-        changed: When the last one came, by time.monotonic().
+        changed: Time of the last new heartbeat, by time.monotonic().
         newcomer: Content of the request; None before it has been read and found to fit.
     """
 

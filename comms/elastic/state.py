@@ -99,7 +99,7 @@ class ElasticHookState(HookState):
             super()._send(connection, bucket)
 
     def send_rest(self, connection: GradientSession) -> None:
-        """Starts all deferred all-reduces of the step."""
+        """Starts the all-reduces that fusion has held back until the last bucket of the step arrived."""
         super()._send_rest(connection)
 
     def _check_model(self, model: nn.Module) -> None:

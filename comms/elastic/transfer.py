@@ -1,9 +1,10 @@
 """Broadcasts rank 0's training state to processes that join: the model, and all else that has a `state_dict`.
 
-Tensors travel by the planned broadcast, end to end in pieces of `PIECE_NBYTES`. Everything else travels before them in
-the format of `torch.save`; only joining ranks read it, without unpickling anything but plain values. What all ranks
-need to take part is JSON. Small messages travel as a sum with zeros, for which the ranks are connected already. If
-rank 0 cannot make its state, it sends the reason instead: joining processes leave, the others go on.
+Tensors are sent by the planned broadcast, end to end in pieces of `PIECE_NBYTES`. Everything else is sent before them
+in the format of `torch.save`; only joining ranks read it, without unpickling anything but plain values. A first message
+in JSON tells all ranks how many bytes follow. Small messages are sent as a sum with zeros, for which the ranks are
+connected already. If rank 0 cannot make its state, it sends the reason instead: joining processes leave, the others go
+on.
 """
 
 import io
@@ -28,7 +29,7 @@ PIECE_NBYTES = 64 << 20
 against the memory of a model."""
 
 SMALL_NBYTES = 512 << 10
-"""Largest message in bytes that travels as a sum with zeros: for such a one a broadcast saves less than its connections
+"""Largest message in bytes that is sent as a sum with zeros: a broadcast would save less than its connections
 cost, which is tenths of a second on a busy machine."""
 
 TENSOR = "gradwire tensor"
@@ -101,7 +102,7 @@ class _Packed:
     Attributes:
         said: Everything but the tensors, in the format of `torch.save`.
         tensors: The tensors, in the order of their marks; those without elements are not sent.
-        pieces: For each broadcast the indices of the tensors in it.
+        pieces: Indices of the tensors in each broadcast.
 
     Raises:
         ValueError: `state` holds something else, or a tensor that is sparse or has no memory.
@@ -154,7 +155,7 @@ class Handed:
     Attributes:
         shared: Rank 0's argument `shared`, on all ranks.
         state: Rank 0's state; None if this rank did not want it, or rank 0 could not send it.
-        refused: Why rank 0 could not send its state; None if it could.
+        refused: Reason for which rank 0 could not send its state; None if it could.
     """
 
     shared: Any
@@ -167,10 +168,10 @@ class _Head:
     """The first message of a broadcast, from which all ranks know how many bytes follow.
 
     Attributes:
-        shared: See `StateTransfer.run`.
-        refused: Why no state follows; None if one does.
+        shared: Plain values that rank 0 sends to all ranks.
+        refused: Reason for which no state follows; None if one does.
         said: Number of bytes of everything but the tensors.
-        pieces: For each broadcast the numbers of bytes of its tensors.
+        pieces: Number of bytes of each tensor, by broadcast.
     """
 
     shared: object

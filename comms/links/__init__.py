@@ -1,1 +1,1 @@
-"""This package estimates and measures the links between ranks; see estimates.py."""
+"""This package estimates and measures the rates and latencies of the links between ranks; see estimates.py."""

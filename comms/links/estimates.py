@@ -30,10 +30,10 @@ class Links:
     Attributes:
         cluster: The ranks, with the link rates by which plans are chosen.
         priced: The ranks, with the link rates by which the times of plans are predicted.
-        shares: The ranks, with the link rates by which nodes with slow links own less of an exchange, in plans whose
-            bits do not depend on it; None if links are alike.
+        shares: The ranks, with the link rates by which nodes with slow links own a smaller part of each exchange, in
+            plans whose bits do not depend on it; None if all links are taken to be equal.
         origin: Origin of the rates that are not assumed: `given`, `topology`, `probed` or `transfers`.
-        decided: True if measured rates have replaced all others.
+        decided: True after `decide`: measured rates have replaced all others, for plans too.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -44,11 +44,11 @@ class Links:
 
     @property
     def learned(self) -> bool:
-        """True if predictions use other rates than the choice of plans."""
+        """True if predictions use measured rates that the choice of plans does not."""
         return self.priced is not self.cluster
 
     def decide(self, levels: Sequence[Level]) -> None:
-        """Uses measured rates for plans and predictions, instead of all other rates and of NCCL's own model.
+        """Sets measured rates for plans and predictions, in place of all other rates and of NCCL's own model.
 
         Args:
             levels: Levels of the cluster with the measured links.
@@ -57,11 +57,12 @@ class Links:
         self.shares, self.origin, self.decided = None, PROBED, True
 
     def learn(self, levels: Sequence[Level], *, at_start: bool) -> None:
-        """Uses measured rates for predictions.
+        """Sets measured rates for predictions only; plans stay as they were chosen.
 
         Args:
             levels: Levels of the cluster with the measured links.
-            at_start: True before the first bucket: owners' shares then follow the rates, too, if nodes' rates differ.
+            at_start: True before the first bucket: if the nodes' rates differ, the shares that nodes own of an exchange
+                then follow the rates.
         """
         self.priced = replace(self.cluster, levels=tuple(levels))
         if at_start:
@@ -76,7 +77,7 @@ class Links:
             self.origin = PROBED if at_start else TRANSFERS
 
     def priced_for(self, plan: Plan) -> Cluster:
-        """Returns the ranks, with the link rates by which the time of a plan is predicted.
+        """Returns the cluster with the link rates by which the time of a plan is predicted.
 
         If all nodes own equal shares of the plan's exchanges, the rates of single nodes are left out: the slowest link
         decides.

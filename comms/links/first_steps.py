@@ -99,8 +99,11 @@ class FirstSteps(StepListener):
             executor.stats.ended = None
 
     def _conclude(self) -> None:
-        """Computes link rates from the measured transfers, and makes predictions use them; all ranks agree on times."""
-        # Skip steps that sent too little.
+        """Computes link rates from the measured transfers, and makes predictions use them.
+
+        Collective: all ranks take the shortest time of any rank, which contains the least waiting, so rates are equal.
+        """
+        # Conclude nothing from too few bytes.
         communicator, cluster = self._communicator, self._communicator.cluster
         ended = communicator.executor.stats.ended or []
         name = cluster.levels[self._outermost].name

@@ -94,8 +94,8 @@ def probe(communicator: Communicator, consensus: Agreement) -> tuple[Level, ...]
 
 
 Run = tuple[tuple[Phase, ...], int, int]
-"""What is timed: (phases of the plan, bytes of the bucket, number of chunks). With SMALL_NBYTES the bytes are those of
-each chunk, not of the bucket."""
+"""A timed all-reduce: (phases of the plan, bytes of the bucket, number of chunks). SMALL_NBYTES is the size of each
+chunk, any other number that of the whole bucket."""
 
 
 def _affordable(seconds: float) -> int:
@@ -144,7 +144,7 @@ def _ring(number: int) -> tuple[Phase, ...]:
 def _with_shares(
     took: dict[Run, float], cluster: Cluster, levels: list[Level], large_nbytes: int, device_type: str
 ) -> tuple[Level, ...]:
-    """Returns the levels; the outermost link gets the costs of chunks, payload exchanges and a ring over all ranks.
+    """Returns the levels, with the costs of chunks, payload exchanges and a ring over all ranks in the outermost link.
 
     Args:
         took: Seconds of each run that was timed.

@@ -228,7 +228,7 @@ class Meeting:
         """Returns what `call` returns. If it raises, all ranks raise an error that names this rank.
 
         Args:
-            what: What is done, in words, for the error.
+            what: Name of the operation, for the error's text.
             call: Communicates with the first ranks of other nodes, and returns when it is done.
         """
         returned: list[Result] = []
