@@ -483,6 +483,7 @@ def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -
         FileNotFoundError: This rank finds no file, and others do.
         ValueError: A rank's file cannot be read; raised on all ranks.
     """
+    # Load this rank's file, or else rank 0's. An error is kept until the other ranks know of it.
     saved: dict[str, object] | None = None
     unread = ""
     for rank in dict.fromkeys((dist.get_rank(), 0)):
@@ -495,6 +496,7 @@ def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -
         except Exception as error:  # noqa: BLE001 - of many types; raised where the others are told
             unread = f"{path} cannot be read on rank {dist.get_rank()} ({f'{error}'.partition(chr(10))[0]}): {INSTEAD}"
             break
+    # Tell all ranks what was found, so that all of them raise if one has to.
     own = json.dumps([saved is not None, unread]).encode()
     everywhere = [_FOUND.read(each) for each in gather_bytes(own, dist.group.WORLD)]
     for _, said in everywhere:

@@ -451,6 +451,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         for name in options:
             if name not in known:
                 raise TypeError(_unknown(name, sorted(known)))
+        # Read the variables.
         values: dict[str, object] = {}
         for name, (entry, convert) in _VARIABLES.items():
             text = os.environ.get(ENVIRONMENT_PREFIX + name)
@@ -460,6 +461,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
                 except ValueError as error:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}; wanted {error}") from None
         _warn_of_misspelt()
+        # Options win over variables, but for the exceptions that the docstring names.
         given = values | options
         if options.get("elastic") is True and isinstance(values.get("elastic"), str):
             given["elastic"] = values["elastic"]  # a newcomer runs the same script, and its variable names the job

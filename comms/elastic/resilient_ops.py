@@ -290,6 +290,7 @@ class ResilientOps:
         alike = 0
         self.by_itself = True
         self._waits_since = time.monotonic()
+        # Attempt the operation until it completes here, or its result comes from a rank that had completed it.
         while True:
             before = self.view
             try:
@@ -304,6 +305,7 @@ class ResilientOps:
                 if ended:
                     self.by_itself = False
                     break
+                # Repeat it, unless it has failed too often among the same members and this rank is the cause.
                 self.repeated += 1
                 alike = alike + 1 if self.view.members == before.members else 0
                 if alike >= MOST_REPEATS and self.membership.was_first(before):

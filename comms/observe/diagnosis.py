@@ -126,7 +126,7 @@ class Stuck:
 def find_stuck(
     group: str, ranks: Sequence[int], positions: Mapping[int, Position], silent: Sequence[int]
 ) -> Stuck | None:
-    """Returns what a sequence waits for; None if no rank waits in it.
+    """Returns the collective in which a sequence is stuck, and the ranks that are missing; None if no rank waits.
 
     Args:
         group: Name of the sequence.

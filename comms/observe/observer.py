@@ -1,8 +1,8 @@
 """Observer of the steps of one hook state, or sharded model: stragglers, stalls, traces, profiler ranges, metrics.
 
-The path of a bucket knows nothing of it: buckets carry the times at which they arrived and were reduced, launches are
-counted, and the observer gets both at the end of a step. Only while a trace or a profiler is on, the executor has a
-recorder to which it adds notes.
+The code that reduces buckets does not depend on the observer: buckets carry the times at which they arrived and were
+reduced, the executor counts launches, and the observer gets both at the end of a step. Only while a trace or a profiler
+is on, the executor has a recorder to which it adds notes.
 """
 
 import logging

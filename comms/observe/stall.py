@@ -383,7 +383,11 @@ class StallWatch:
         self._store.set(DIAGNOSIS, found.text)
 
     def _with_buckets(self, reports: Mapping[int, StallReport]) -> dict[int, StallReport]:
-        """Adds the bucket that the last rank has not reached, if this rank has (on CUDA)."""
+        """Adds to each report the bucket that the rank with the fewest launches has not reached (on CUDA).
+
+        Returns:
+            The reports; unchanged if this rank has not started that bucket either, or no longer knows it.
+        """
         behind = self._executor.launches - min(report.launches for report in reports.values())
         carried = list(self._executor.carried)
         if not 0 < behind <= len(carried):

@@ -323,12 +323,14 @@ def chrome(
 
     Source: Trace Event Format, Google, 2016; its `X` and `M` events.
     """
+    # A rank is a process, and each row of a track a thread of it.
     events: list[Event] = []
     for rank, own in sorted(notes.items()):
         events.append(_named(rank, None, "process_name", f"rank {rank}, node {hostnames[rank]}"))
         events.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
         thread = 0
         for track in sorted({note.track for note in own}, key=_order):
+            # Intervals of one thread may not overlap unless one contains the other, so a track may need several rows.
             rows = spread(
                 sorted((note for note in own if note.track == track), key=lambda note: (note.began, -_end(note)))
             )

@@ -424,6 +424,7 @@ def cut_into_fragments(
     room = sum(weights) / count
     parts: list[list[int]] = [[] for _ in range(count)]
     sizes = [0] * count
+    # Place the largest parameters first. The last ones fill fragments that would otherwise stay empty.
     for done, index in enumerate(sorted(range(len(parameters)), key=lambda each: -weights[each])):
         empty = [number for number in range(count) if not parts[number]]
         fitting = [number for number in range(count) if sizes[number] + weights[index] <= room]
@@ -438,5 +439,6 @@ def cut_into_fragments(
             number = min(range(count), key=lambda each: sizes[each])
         parts[number].append(index)
         sizes[number] += weights[index]
+    # Restore the model's order, inside the fragments and among them.
     ordered = sorted(sorted(part) for part in parts)
     return [Fragment([parameters[index] for index in part], momentum=settings.momentum > 0) for part in ordered]

@@ -485,6 +485,7 @@ class Outer(TrainingState[AveragingSession]):
             RuntimeError: A rank did not join within the time-out; or the exchange in flight has failed. If
                 it fails after the ranks have agreed, steps and saves are refused until a state has been loaded.
         """
+        # Check this rank's state. An error is raised by the exchange, once all ranks know of it.
         found: StateDict | Exception
         try:
             saved, (rank, size) = normalize(state), self._place()
@@ -500,6 +501,7 @@ class Outer(TrainingState[AveragingSession]):
             found = {key.removeprefix(OUTER): value for key, value in own.items()}
         except Exception as error:  # noqa: BLE001 - raised by `exchange.load_state_dict`, after it has told the others
             found = error
+        # Restore the choice of the schedule and the exchange. If the exchange refuses, the choice is told to undo.
         choice, refused = self._choice, False
         if choice is not None:
             found = choice.load(found)

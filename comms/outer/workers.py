@@ -87,6 +87,7 @@ def peers_of(
     """
     world = dist.group.WORLD
     assert world is not None
+    # Find this rank's worker: the ranks over which the model is in DDP, or sharded. A plain module has none.
     sharded = [each for _, each in trained if isinstance(each, DTensor)]
     wrapped = look_inside(model)
     if isinstance(wrapped, DistributedDataParallel):
@@ -103,6 +104,7 @@ def peers_of(
         raise ValueError(f"`inside` is {inside!r}, and `model` averages its gradients itself; wanted {EXACT!r}")
     if len(worker) == world.size() > 1:
         raise ValueError(f"`model` is {what}")
+    # Ranks with a whole model exchange with all others; ranks with shards only with those that hold the same shards.
     if not sharded:
         return world, worker
     if len(sharded) < len(trained):

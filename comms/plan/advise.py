@@ -328,7 +328,13 @@ def condition_of(compressor: str, optimizer: str) -> str:
 
 
 def _enough_gain(cluster: Cluster, exact: Candidate, flat: Candidate) -> bool:
-    """Returns whether the planner would take this plan instead of the flat one."""
+    """Returns whether an exact plan gains enough for the planner to take it in place of the flat one.
+
+    Args:
+        cluster: Placement of the ranks; on GPUs a hierarchy must gain more.
+        exact: The exact plan.
+        flat: The flat plan.
+    """
     saved = flat.seconds - exact.seconds
     if cluster.fabric is None:
         return saved >= flat.seconds * MINIMUM_GAIN

@@ -41,11 +41,11 @@ class CodecFacts:
     Attributes:
         touched_nbytes: Bytes that encoding and decoding read and write for each element of a shard, residual and
             momentum included: encode (gradient in, residual in and out, payload out), decode and sum a slice, decode
-            the result. One pass each; onebit has two more, for its units.
+            the result. One pass each; onebit has two more, for its scales of elements.
         kept_nbytes: Bytes that it keeps from step to step for each element of a shard, and for each element of the part
             of it that a rank owns. A residual or a momentum is two float32: the value, and the one that takes its place
-            when the step is known to be finite; onebit's units are one. PowerSGD's factors, which are small, are left
-            out.
+            when the step is known to be finite; onebit's scale of an element is one. PowerSGD's factors, which are
+            small, are left out.
         trained: Optimizers of `OPTIMIZER_NAMES` with which docs/results/convergence.md or docs/results/optimizers.md
             has a training. It is recommended with these only.
         rounds: Number of collectives that follow one another, each of every member with every other.
@@ -272,16 +272,19 @@ def _timed(
         compressor.end_step(True)
         return took
 
+    # The first round is dense, the second compressed; count the collectives of the second.
     once()
     before = group.rounds
     once()
     hops = group.rounds - before
+    # Repeat rounds for the whole time, and note wall-clock and processor time before each.
     together()
     began, marks, rounds = time.perf_counter(), [(time.perf_counter(), time.process_time())], [once()]
     while (now := time.perf_counter()) < began + seconds:
         marks.append((now, time.process_time()))
         rounds.append(once())
     marks.append((time.perf_counter(), time.process_time()))
+    # Take this rank's part of a core from the middle of the measurement, while all ranks compute.
     inside = [mark for mark in marks if EDGE * seconds <= mark[0] - began <= (1 - EDGE) * seconds]
     first, last = (inside[0], inside[-1]) if len(inside) > 1 else (marks[0], marks[-1])
     return statistics.fmean(rounds), hops, (last[1] - first[1]) / (last[0] - first[0])

@@ -137,6 +137,7 @@ def plan_collective(
     """
     if op not in (ALL_GATHER, REDUCE_SCATTER, BROADCAST):
         raise ValueError(f"`op` is {op!r}; wanted {ALL_GATHER}, {REDUCE_SCATTER} or {BROADCAST}")
+    # Choose the number of chunks with the shortest predicted time.
     whole = numel * element_nbytes * (1 if op == BROADCAST else cluster.size)
     inside, between, egress = _costs(cluster, op, root)
     rails = cluster.widest(0) if op == BROADCAST else cluster.size
@@ -151,6 +152,7 @@ def plan_collective(
                 best = count, seconds
     assert best is not None
     count, seconds = best
+    # Cut the pieces into columns, one for each chunk, and plan the transfers of each.
     align = max(1, ALIGN_NBYTES // element_nbytes)
     columns = tuple(run for run in pairwise(even_bounds(numel, count, align)) if run[0] < run[1]) or ((0, 0),)
     phases = _phases(cluster, op)
@@ -371,6 +373,7 @@ def _costs(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, tuple[Phase
     nodes = cluster.nodes
     if len(nodes) == 1:
         return inside, (), (inside,)
+    # A broadcast goes from node to node: each hop has a cost of its own.
     if op == BROADCAST:
         order, parts = _from_root(cluster, root), cluster.widest(0)
         hops = tuple(
@@ -386,6 +389,7 @@ def _costs(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, tuple[Phase
             for givers, takers in pairwise(order)
         )
         return inside, hops, (inside, *hops)
+    # The other two send each piece between its owner and the ranks that stand for it, all in flight together.
     pairs = [
         (piece, row[piece], 1 / cluster.size)
         for row in stand_ins(cluster)

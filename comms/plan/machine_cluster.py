@@ -47,6 +47,7 @@ def cluster_of_machines(
     for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node), ("nics_per_node", nics_per_node)):
         if value is not None and value < 1:
             raise ValueError(f"`{name}` is {value}; wanted a whole number of at least 1")
+    # The link inside a node: the given rate, else the topology's.
     count = ranks_per_node or len(machine.gpus) or len({cpu.socket for cpu in machine.cpus}) or 1
     intra, inter = levels_of(machine, host_memory_bytes_per_second=HOST_MEMORY_BYTES_PER_SECOND)
     inside = intra.bytes_per_second if intra_bits_per_second is None else intra_bits_per_second / 8
@@ -60,6 +61,7 @@ def cluster_of_machines(
             "`--rtt` is given for machines with GPUs; wanted machines without: what NCCL makes of long round trips "
             "is not known"
         )
+    # The link between nodes: the NICs' rate, over the round trip if there is one.
     outside = _nic(machine, count, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second, nics_per_node)
     levels = (
         Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, inside or HOST_MEMORY_BYTES_PER_SECOND)),

@@ -7,14 +7,15 @@ contributions to that share, and sends the sum to all. Unit i then sends, and re
 
 bytes. With equal shares that is the 2 (N - 1) / N S of a ring; a unit that owns nothing sends S, and no all-reduce
 without help from the network can put less on its link, because its own contribution must leave and the sum must arrive.
-The shares that are done first give every unit f_i with
+The shares with which the exchange ends earliest, after T seconds, give every unit an f_i with
 
     S (1 + (N - 2) f_i) / B_i  <=  T    and    sum f_i = 1
 
-for the least T: f_i(T) = max(0, (T B_i / S - 1) / (N - 2)). Two units send S each, whatever they own.
+for the least T, where B_i is the rate of unit i's link: f_i(T) = max(0, (T B_i / S - 1) / (N - 2)). Two units send S
+each, whatever they own.
 
-Where what is owned goes on to a further level, over the same links, a unit sends u f_i S more (2 (R - 1) / R between R
-equal units), and N - 2 becomes N - 2 + u above.
+If the units then exchange the shares that they own at a further level, over the same links, a unit sends u f_i S more
+(u is 2 (R - 1) / R between R equal units), and N - 2 becomes N - 2 + u above.
 """
 
 import math

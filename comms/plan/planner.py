@@ -1,7 +1,7 @@
 """The planner: predicts candidate plans with the cost model; of exact sums a hierarchical one is taken only if faster.
 
-Every rank plans by itself, and all must find the same. Python 3.12 and later round `sum` of floats otherwise than 3.11:
-what a plan depends on is added up by `math.fsum`.
+Every rank plans by itself, and all must choose the same plan. Python 3.12 and later round `sum` of floats differently
+from 3.11, so numbers that a plan depends on are added up by `math.fsum`.
 """
 
 import math

@@ -2,13 +2,14 @@
 
 A ring starts the sum of each slice at another rank, so the order of an element's sum, and its last bits, depend on its
 place. Here every element is summed by the same tree over the ranks, whoever does the sum: neighbours on one node halve
-what they hold between them, as long as all ranks have such a neighbour; then each slice goes to an owner, who sums in
-rank order; then everything back in reverse. That a + b = b + a holds for floats is all that the halving needs.
+their region between them, as long as all ranks have such a neighbour; then each slice goes to an owner, which sums in
+rank order; then the sums go back in reverse. The halving needs only that a + b = b + a, which holds for floats.
 
 The halving keeps out of the network what a flat all_reduce would send there: 8 MB over 4 nodes of 2 ranks on 200 Mbit/s
 took 930 to 1060 ms with owners alone (2.4 S out of each NIC), 640 to 790 with halving, a ring 600 to 640. Between
-nodes owners are better: halving on takes turns on the same link, 870 ms in one chunk against 650, no difference in
-eight (590; a ring 520, because its segments keep the link fuller than n - 1 flows that end at different times).
+nodes owners are better: further halving would use the same link step by step, and took 870 ms in one chunk against 650,
+with no difference in eight (590; a ring 520, because its segments keep the link fuller than n - 1 flows that end at
+different times).
 
 Source: recursive halving and doubling, near partners first: Thakur, Rabenseifner and Gropp, "Optimization of collective
 communication operations in MPICH", IJHPCA 2005, section 4. Times: 2-core EPYC VM, 2026-11-21.

@@ -168,12 +168,12 @@ class RankPlans:
         """Returns this rank's part of the plan for a bucket; chooses the plan at the first bucket of that size.
 
         Args:
-            numel: Elements of the bucket.
-            dtype: Their dtype.
+            numel: Number of elements of the bucket.
+            dtype: Dtype of the elements.
             layout: Parameters of the bucket, if it may be compressed.
 
         Raises:
-            ValueError: See `along`.
+            ValueError: The layout is of another number of elements, or the plan compresses and there is no compressor.
         """
         key = (numel, dtype, layout)
         if key in self.planned:
@@ -225,6 +225,7 @@ class RankPlans:
                 f"`plan` compresses with {named}, but this communicator has no compressor or the bucket no layout: "
                 "nothing would be compressed"
             )
+        # Fix how each phase runs, and the cuts between chunks and shards.
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
@@ -236,6 +237,7 @@ class RankPlans:
                     "the plan with equal shares whose rings these are"
                 )
             rings = self._rings(numel, base, layout)
+        # Collect this rank's part in each phase, chunk by chunk.
         chunks = tuple(
             Chunk(
                 start,
@@ -249,6 +251,7 @@ class RankPlans:
             )
             for start, stop in pairwise(partition(0, numel, plan.chunks))
         )
+        # A chunk enters another lane after each asynchronous phase; the closing all-gathers only copy sums.
         hops = [(number + 1, 0) for number, phase in enumerate(plan.phases) if phase.asynchronous]
         turn = max((number for number, phase in enumerate(plan.phases, 1) if phase.op != ALL_GATHER), default=0)
         direct = len(chunks) == len(plan.phases) == 1 and plan.phases[0].whole and not plan.phases[0].compressor
@@ -279,10 +282,10 @@ class RankPlans:
         )
 
     def groups(self, nbytes: int) -> dict[LaneGroup, bool]:
-        """Return every (lane, set of ranks) that buckets of `nbytes` use: dense, compressed or migrated.
+        """Returns every (lane, set of ranks) that buckets of `nbytes` use: dense, compressed or migrated.
 
-        All ranks get the same ones in the same order: ranks that connect those they are in, in this order, never wait
-        for each other in a circle. Once `settle` has chosen a plan, buckets of any other size need no further ones.
+        All ranks get the same ones in the same order, and each connects those that it is in in this order, so no cycle
+        of ranks waits for each other. Once `settle` has chosen a plan, buckets of any other size need no further ones.
 
         Args:
             nbytes: Size of a bucket.

@@ -343,6 +343,7 @@ class GradientReduceScatter(ReduceScatter):
         received = torch.empty_like(payloads)
         yield from between.all_to_all(received, payloads)
         self._count(mine.nbytes, nbytes * (between.size - 1))
+        # Decode the other nodes' rows onto this rank's own.
         from_others = torch.cat([received[:own], received[own + 1 :]])
         return decode_rows(codec, runs, from_others, mine.dtype, mine[self._nodes.numbers[own]])
 

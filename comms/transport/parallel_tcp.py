@@ -439,6 +439,7 @@ class Streams:
         early, late = views_of(first), views_of(second)
         after = StreamedExchange(nbytes_of(late))
 
+        # Called in the background thread after the first exchange.
         def go_on() -> None:
             try:
                 between()

@@ -1,1 +1,1 @@
-"""Watches the collectives of every process group of torch: who is late, what hangs, which ranks disagree."""
+"""Watches the collectives of all of torch's process groups, and names late ranks, stalls and disagreements."""

@@ -30,10 +30,12 @@ FOLDERS = (
     (BACKWARD, ("/torch/autograd/",)),
     (FORWARD, ("/torch/nn/modules/",)),
 )
-"""Activity -> parts of the paths of files that stand for it. The first activity with a file on the stack counts."""
+"""Activity -> parts of file paths by which it is recognized. The first activity of which a file is on the stack
+counts."""
 
 QUEUE = "the queue for a processor, which others use"
-"""Time in which the thread could run, and the kernel ran other threads. It overlaps with the activities above."""
+"""Name of the time in which the thread was ready to run while the kernel ran other threads. It overlaps with the
+activities above."""
 
 
 def activity_of(frame: FrameType | None) -> str:

@@ -35,7 +35,7 @@ SILENT_SECONDS = 5.0
 
 REQUEST_AFTER_SECONDS = (1.0, 5.0, 15.0)
 """Times from naming a late rank to requesting in which collective the others wait for it. The request is repeated while
-the parameters in that collective are unknown, because models are searched for only now and then."""
+the parameters in that collective are unknown, because models are searched for at long intervals."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ class FlightReader:
         return found
 
     def search_models(self) -> None:
-        """Searches for the models whose gradients are exchanged, now and then; returns at once."""
+        """Starts a search for the models whose gradients are exchanged, if one is due; returns at once."""
         if self.members:
             self._models.search(time.monotonic() - self._began)
 
@@ -212,7 +212,7 @@ class FlightReader:
         return {name: self._models.name(name, each) for name, each in found.items()}
 
     def _learn(self) -> None:
-        """Reads which groups the recorder's numbers stand for."""
+        """Reads the names of the groups that the recorder knows by number only."""
         groups, counts = group_members(), self._messages()
         for backend, record in flight_records(collectives=True, stacks=False).items():
             newest: dict[str, int] = {}

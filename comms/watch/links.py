@@ -147,7 +147,7 @@ class SlowLink:
     """Episode in which a link was slow.
 
     Attributes:
-        which: `from node1 to node2`, or `of node2` if all links of a host are slow.
+        which: Name of the link, `from node1 to node2`; or `of node2` if all links of a host are slow.
         slowness: Comparison at the time at which it was named.
         began: Begin, in seconds since the watch began.
         ended: End, in seconds since the watch began; None while it lasts.
@@ -219,7 +219,7 @@ class LinkWatch:
 
 
 def states_of_hosts(links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping[int, str]) -> dict[Pair, LinkState]:
-    """Returns (host that sends, host that receives) -> sum of the counters.
+    """Adds up the counters of all ranks by link: returns (host that sends, host that receives) -> sum.
 
     Args:
         links: Rank -> `own address>peer's` -> counters of the connections between the two addresses.

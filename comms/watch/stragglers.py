@@ -187,7 +187,7 @@ class GroupWaits:
 
         Args:
             place: Index of the rank in the group.
-            slices: Number of slices that are looked at.
+            slices: Number of the last slices that are examined.
             margin: Delay above which a rank is behind in a slice.
             exceptions: Number of these slices in which it need not be behind.
         """
