@@ -21,7 +21,7 @@ def where_am_i(host: Host) -> Finding:
 
 
 def sysfs_readable(host: Host) -> Finding:
-    """The PCI bus can be listed; NCCL builds its topology from it.
+    """Checks that the PCI bus can be listed: NCCL builds its topology from it.
 
     Command: `ls /sys/bus/pci/devices`
     Source: NCCL user guide, Troubleshooting, section Topology detection.
@@ -36,7 +36,7 @@ def sysfs_readable(host: Host) -> Finding:
 
 
 def kernel_command_line(host: Host) -> Finding:
-    """Kernel parameters that bend affinity or the IOMMU.
+    """Checks the kernel's command line for parameters that change CPU affinity or the IOMMU.
 
     Command: `cat /proc/cmdline`
     Source: Linux Documentation/admin-guide/kernel-parameters.txt.

@@ -22,7 +22,7 @@ _BAR1_FLOOR_NBYTES = 1 << 30  # 256 MiB is the size without Above-4G decoding; a
 
 
 def driver_loaded(host: Host) -> Finding:
-    """The kernel module is loaded and agrees with the user-space library.
+    """Checks that NVIDIA's kernel module is loaded, in the same version as the user-space library.
 
     Command: `cat /proc/driver/nvidia/version; nvidia-smi`
     Source: NVML API reference, nvmlInit_v2 (NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIB_RM_VERSION_MISMATCH).
@@ -45,7 +45,7 @@ def driver_loaded(host: Host) -> Finding:
 
 
 def gpu_can_register(host: Host) -> Finding:
-    """The GPU's own claim; 1 is not proof (an L4 says 1 and EFA cannot register its memory).
+    """Checks that the GPU claims to support GDR; that is no proof (an L4 does, and EFA cannot register its memory).
 
     Command: `python -c "cuDeviceGetAttribute(116)"` (CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
     Source: CUDA driver API; GPUDirect RDMA guide, section 1.1 (Tesla and Quadro class).
@@ -66,7 +66,7 @@ def gpu_can_register(host: Host) -> Finding:
 
 
 def module_flavour(host: Host) -> Finding:
-    """Open kernel modules can export dma-buf; proprietary ones need nvidia-peermem.
+    """Checks whether the kernel modules are open ones, which can export dma-buf; proprietary ones need nvidia-peermem.
 
     Command: `modinfo -F license nvidia` (Dual MIT/GPL is open)
     Source: NVIDIA GPU Operator documentation, GPUDirect RDMA; open-gpu-kernel-modules kernel-open/nvidia/nv.c.
@@ -86,7 +86,7 @@ def module_flavour(host: Host) -> Finding:
 
 
 def gpu_dmabuf(host: Host) -> Finding:
-    """The GPU can export its memory as dma-buf, with CUDA 11.7 or later; not needed with peer memory.
+    """Checks that the GPU can export its memory as dma-buf, with CUDA 11.7 or later; not needed with peer memory.
 
     Command: `python -c "cuDeviceGetAttribute(124)"` (CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)
     Source: NCCL src/misc/cudawrap.cc and src/transport/net_ib (dmaBufSupported).
@@ -106,7 +106,7 @@ def gpu_dmabuf(host: Host) -> Finding:
 
 
 def bar1(host: Host) -> Finding:
-    """BAR1 is the window through which a NIC sees GPU memory; 256 MiB means firmware without large BARs.
+    """Checks the size of BAR1, through which a NIC sees GPU memory; 256 MiB means firmware without large BARs.
 
     Command: `nvidia-smi -q -d MEMORY | grep -A3 BAR1; lspci -vs BDF | grep Region`
     Source: GPUDirect RDMA guide, section 2.5; the threshold is a judgement.
@@ -126,7 +126,7 @@ def bar1(host: Host) -> Finding:
 
 
 def gpu_link(host: Host) -> Finding:
-    """The GPU's link is as wide as card and port allow; an idle GPU may lower its speed.
+    """Checks that the GPU's PCIe link is as wide as card and port allow; an idle GPU may lower its speed.
 
     Command: `nvidia-smi --query-gpu=pcie.link.width.current,pcie.link.width.max --format=csv`
     Source: Linux Documentation/ABI/testing/sysfs-bus-pci (current_link_width).
@@ -151,7 +151,7 @@ def _most_lanes(host: Host, bus_id: str) -> int | None:
 
 
 def nvlink(host: Host) -> Finding:
-    """All NVLinks are up and every GPU has as many.
+    """Checks that all NVLinks are up, and that every GPU has the same number of them.
 
     Command: `nvidia-smi nvlink --status`
     Source: NVML API reference, nvmlDeviceGetNvLinkState.
@@ -182,7 +182,7 @@ def nvlink(host: Host) -> Finding:
 
 
 def fabric_manager(host: Host) -> Finding:
-    """CUDA works with NVSwitches only once the fabric manager has finished (else error 802).
+    """Checks that the fabric manager has finished: with NVSwitches CUDA works only after that (else error 802).
 
     Command: `systemctl is-active nvidia-fabricmanager; nvidia-smi -q | grep -A4 Fabric`
     Source: NVIDIA Fabric Manager user guide; NVML API reference, nvmlDeviceGetGpuFabricInfoV.
@@ -213,7 +213,7 @@ def fabric_manager(host: Host) -> Finding:
 
 
 def mig_and_confidential(host: Host) -> Finding:
-    """MIG slices and confidential computing restrict what NCCL and a NIC may do.
+    """Checks for MIG and confidential computing, which restrict what NCCL and a NIC may do.
 
     Command: `nvidia-smi --query-gpu=mig.mode.current --format=csv; nvidia-smi conf-compute -f`
     Source: NVIDIA MIG user guide, section Application considerations.

@@ -27,7 +27,7 @@ _SHM_FLOOR_NBYTES = 1 << 30
 
 
 def devices_of_hardware(host: Host) -> Finding:
-    """Every NIC on the bus that could do RDMA has an RDMA device.
+    """Checks that every NIC on the bus that could do RDMA has an RDMA device.
 
     Command: `lspci -nn -d ::0207; lspci -nn -d 15b3:; ls -l /sys/class/infiniband /sys/class/cxi`
     Source: Linux Documentation/ABI/stable/sysfs-class-infiniband.
@@ -86,7 +86,7 @@ def _with_efa(host: Host) -> str | None:
 
 
 def device_files(host: Host) -> Finding:
-    """The character devices are there and may be opened: a container sees sysfs even when it was given none.
+    """Checks that the RDMA character devices exist and may be opened: a container sees sysfs even if it was given none.
 
     Command: `ls -l /dev/infiniband/uverbs*; ls -l /dev/cxi*`
     Source: rdma-core Documentation/udev.md; nccl issue 1925.
@@ -117,7 +117,7 @@ def device_files(host: Host) -> Finding:
 
 
 def user_space(host: Host) -> Finding:
-    """The verbs library finds as many devices as the kernel; none means that the provider libraries are missing.
+    """Checks that the verbs library finds as many devices as the kernel; none means missing provider libraries.
 
     Command: `ibv_devices; ls /usr/lib/*/libibverbs/*`
     Source: rdma-core README (providers); NCCL src/transport/net_ib (`NET/IB : No device found`).
@@ -144,7 +144,7 @@ def _ports(host: Host) -> list[tuple[str, RdmaPort]]:
 
 
 def port_state(host: Host) -> Finding:
-    """One port is ACTIVE, or more.
+    """Checks that at least one port of the RDMA devices is ACTIVE.
 
     Command: `ibstat | grep -E "State|CA '"; cat /sys/class/infiniband/*/ports/*/state`
     Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (state, phys_state).
@@ -236,7 +236,7 @@ def _halves_in_use(host: Host, halves: list[tuple[RdmaNic, ...]]) -> Finding:
 
 
 def link_layer_and_speed(host: Host) -> Finding:
-    """The ports are alike, and no NIC's PCIe link is slower than its port.
+    """Checks that all ports have the same link layer and speed, and that no NIC's PCIe link is slower than its port.
 
     Command: `ibstat | grep -E "Rate|Link layer"; cat /sys/class/infiniband/*/ports/*/rate`
     Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (rate, link_layer); PCIe Base 5.0 section 4.2
@@ -278,7 +278,7 @@ def link_layer_and_speed(host: Host) -> Finding:
 
 
 def real_hardware(host: Host) -> Finding:
-    """The RDMA devices are hardware; soft-RoCE (rxe) and soft-iWARP (siw) cannot reach a GPU.
+    """Checks that the RDMA devices are hardware; soft-RoCE (rxe) and soft-iWARP (siw) cannot reach a GPU.
 
     Command: `rdma link show; cat /sys/class/infiniband/*/hca_type`
     Source: Linux drivers/infiniband/sw/rxe and siw.
@@ -296,7 +296,7 @@ def real_hardware(host: Host) -> Finding:
 
 
 def roce_address(host: Host) -> Finding:
-    """A RoCE port has a RoCE v2 address; NCCL picks it by itself from 2.21 on.
+    """Checks that each RoCE port has a RoCE v2 address; NCCL picks it by itself from 2.21 on.
 
     Command: `show_gids; cat /sys/class/infiniband/*/ports/*/gid_attrs/types/*`
     Source: NCCL user guide, NCCL_IB_GID_INDEX and NCCL_IB_ROCE_VERSION_NUM; nccl issues 769 and 1573.
@@ -331,7 +331,7 @@ def roce_address(host: Host) -> Finding:
 
 
 def mtu(host: Host) -> Finding:
-    """RDMA messages of 4096 bytes need an InfiniBand MTU of 4096, on Ethernet frames of 4200 bytes and more.
+    """Checks that RDMA packets hold 4096 bytes, the largest MTU; on Ethernet that takes frames of 4200 bytes.
 
     Command: `ibv_devinfo | grep active_mtu; ip link`
     Source: InfiniBand Architecture 1.4 section 14.2.5.6 (MTU codes); RoCE adds up to 104 bytes of headers.
@@ -355,7 +355,7 @@ def mtu(host: Host) -> Finding:
 
 
 def lossless_ethernet(host: Host) -> Finding:
-    """RoCE loses speed, not correctness, when frames are dropped: retransmission counters should be zero.
+    """Checks that RoCE's retransmission counters are zero: dropped frames cost speed, not correctness.
 
     Command: `grep . /sys/class/infiniband/*/ports/*/hw_counters/{out_of_sequence,packet_seq_err}; mlnx_qos -i DEV`
     Source: NVIDIA, Understanding mlx5 Linux counters (HW counters).
@@ -380,7 +380,7 @@ def lossless_ethernet(host: Host) -> Finding:
 
 
 def locked_memory(host: Host) -> Finding:
-    """Registered memory is locked memory: the limit has to allow it.
+    """Checks that the limit of locked memory is high enough: memory is locked when it is registered.
 
     Command: `ulimit -l; grep locked /proc/self/limits`
     Source: NCCL user guide, Troubleshooting, section Memory issues; nccl-tests issue 206.
@@ -401,7 +401,7 @@ def locked_memory(host: Host) -> Finding:
 
 
 def shared_memory(host: Host) -> Finding:
-    """NCCL's transport inside a node needs room in /dev/shm (Docker gives 64 MiB).
+    """Checks that /dev/shm has room for NCCL's transport inside a node (Docker gives 64 MiB).
 
     Command: `df /dev/shm`
     Source: NCCL user guide, Troubleshooting, section Shared memory.
@@ -415,7 +415,7 @@ def shared_memory(host: Host) -> Finding:
 
 
 def container_network(host: Host) -> Finding:
-    """The network interfaces behind the RoCE addresses are there in a container, too.
+    """Checks that a container has the network interfaces behind the RoCE addresses.
 
     Command: `ls /sys/class/net; cat /sys/class/infiniband/*/ports/*/gid_attrs/ndevs/*`
     Source: nccl issue 1573.

@@ -20,7 +20,7 @@ _SYMBOLS = re.compile(r"(disagrees about version of|[Uu]nknown) symbol (\w*peer_
 
 
 def some_mechanism(host: Host) -> Finding:
-    """Peer memory or dma-buf: one of them has to work.
+    """Checks that a NIC can register GPU memory, by peer memory or by dma-buf.
 
     Command: `ls /sys/kernel/mm/memory_peers/ /sys/module/nvidia_peermem; gradwire gdr-check --prove`
     Source: NCCL src/transport/net_ib/gdr.cc (ncclIbGdrSupport, ncclIbDmaBufSupport).
@@ -40,7 +40,7 @@ def some_mechanism(host: Host) -> Finding:
 
 
 def peermem_quality(host: Host) -> Finding:
-    """Why nvidia_peermem is missing, or whether an old twin is loaded as well.
+    """Checks nvidia_peermem: says why it is missing, or whether an old module for the same purpose is loaded as well.
 
     Command: `modprobe nvidia_peermem; dmesg | grep -i peer_mem; lsmod | grep peer`
     Source: NVIDIA open-gpu-kernel-modules kernel-open/nvidia-peermem; gpu-operator issue 2868.
@@ -68,7 +68,7 @@ def peermem_quality(host: Host) -> Finding:
 
 
 def dmabuf_quality(host: Host) -> Finding:
-    """Every link of the dma-buf chain holds; broken ones are named, and are a note only where peer memory serves.
+    """Checks every part that dma-buf needs, and names those that lack; only a note if peer memory works.
 
     The finding names every broken link, in the order of the chain. It fails only where peer memory does not serve in
     the place of dma-buf; where peer memory serves, broken links are a note.
@@ -90,7 +90,7 @@ def dmabuf_quality(host: Host) -> Finding:
 
 
 def nccl_and_mechanism(host: Host) -> Finding:
-    """The NCCL release knows the mechanism that is there.
+    """Checks that the NCCL release supports the mechanism that is there: peer memory or dma-buf.
 
     Command: `python -c "import torch; print(torch.cuda.nccl.version())"`
     Source: NCCL tags v2.13.4-1 (dma-buf), v2.23.4-1 (/sys/module/nvidia_peermem), v2.26, v2.27 (C2C default).
@@ -116,7 +116,7 @@ def nccl_and_mechanism(host: Host) -> Finding:
 
 
 def stack_level(host: Host) -> Finding:
-    """Kernel and user-space halves of OFED are of one release.
+    """Checks that the kernel and user-space parts of OFED are of one release.
 
     Command: `ofed_info -s; cat /sys/module/mlx5_core/version; cat /sys/class/infiniband/*/fw_ver`
     Source: NVIDIA DOCA-Host release notes, upgrade section.
@@ -135,7 +135,7 @@ def stack_level(host: Host) -> Finding:
 
 
 def gdrcopy(host: Host) -> Finding:
-    """GDRCopy is optional: NCCL leaves it off, UCX and the EFA provider use it for small messages.
+    """Checks for GDRCopy, which is optional: NCCL leaves it off, UCX and the EFA provider use it for small messages.
 
     Command: `ls -l /dev/gdrdrv; lsmod | grep gdrdrv`
     Source: NVIDIA gdrcopy README.
@@ -184,7 +184,7 @@ def plugin_below(host: Host) -> bool | None:
 
 
 def vendor_path(host: Host) -> Finding:
-    """EFA and Slingshot reach NCCL through a plugin; without it NCCL falls back to sockets.
+    """Checks that EFA and Slingshot have their plugin for NCCL; without it NCCL falls back to sockets.
 
     Command: `ldconfig -p | grep libnccl-net; cat /sys/class/infiniband/*/device/p2p; fi_info -p efa -c FI_HMEM`
     Source: aws-ofi-nccl README and issue 889; libfabric fi_efa(7).

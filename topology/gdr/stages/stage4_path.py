@@ -29,7 +29,7 @@ _READ_REQUEST_NBYTES = 4096  # what NVIDIA's and Oracle's tuning scripts set on 
 
 
 def distance(host: Host) -> Finding:
-    """GPU and nearest NIC that is up hang below common switches; through the CPU NCCL uses no GDR unless told to.
+    """Checks that a GPU and its nearest NIC that is up share a switch; through the CPU NCCL uses no GDR unless told to.
 
     Command: `lspci -tv; nvidia-smi topo -m`
     Source: NCCL src/graph/paths.cc (ncclTopoCheckGdr): default level PXB, P2C with a chip-to-chip link.
@@ -50,7 +50,7 @@ def distance(host: Host) -> Finding:
 
 
 def assignment(host: Host) -> Finding:
-    """Every GPU has a NIC of its own where there are enough.
+    """Checks that every GPU has a NIC of its own, if there are enough.
 
     Command: `nvidia-smi topo -m`
     Source: NCCL src/graph/search.cc (NIC selection); user guide, NCCL_PXN_DISABLE and NCCL_CROSS_NIC.
@@ -76,7 +76,7 @@ def assignment(host: Host) -> Finding:
 
 
 def foreign_nics(host: Host) -> Finding:
-    """Storage and management NICs, near no GPU, are kept out of NCCL_IB_HCA.
+    """Checks that NCCL_IB_HCA leaves out storage and management NICs, which are near no GPU.
 
     Command: `echo $NCCL_IB_HCA; nvidia-smi topo -m`
     Source: NCCL user guide, NCCL_IB_HCA (prefix match; `=` exact, `^` exclude).
@@ -93,7 +93,7 @@ def foreign_nics(host: Host) -> Finding:
 
 
 def iommu(host: Host) -> Finding:
-    """The IOMMU is off or passes through; a translated domain slows or breaks traffic between devices.
+    """Checks that the IOMMU is off or passes through; a translated domain slows or breaks traffic between devices.
 
     Command: `cat /sys/kernel/iommu_groups/*/type | sort | uniq -c; dmesg | grep -E "DMAR|AMD-Vi"`
     Source: Linux Documentation/ABI/testing/sysfs-kernel-iommu_groups; nccl-tests issue 115.
@@ -127,7 +127,7 @@ def domain_type(host: Host, function: PciFunction) -> str | None:
 
 
 def access_control(host: Host) -> Finding:
-    """No downstream port between GPU and NIC redirects their traffic to the CPU; source validation alone is harmless.
+    """Checks that no bridge between GPU and NIC redirects traffic to the CPU (ACS); source validation is harmless.
 
     Command: `lspci -vvv -s BDF | grep ACSCtl` for each bridge between them, as root
     Source: NCCL user guide, Troubleshooting, section PCI Access Control Services; PCIe Base 5.0 section 7.7.8.3.
@@ -169,7 +169,7 @@ def _registers(host: Host, read: Callable[[ConfigSpace], bool | None]) -> tuple[
 
 
 def address_translation(host: Host) -> Finding:
-    """ATS lets traffic between devices skip the host's IOMMU in a virtual machine.
+    """Checks in a virtual machine that ATS is on, with which traffic between devices skips the host's IOMMU.
 
     Command: `lspci -vvv -s NIC | grep ATSCtl; mlxconfig -d NIC q ATS_ENABLED`
     Source: NCCL user guide, Troubleshooting, section PCI Access Control Services (virtual machines).
@@ -200,7 +200,7 @@ def _ats(config: ConfigSpace) -> bool | None:
 
 
 def read_requests(host: Host) -> Finding:
-    """Large read requests keep a NIC busy; GPU and NIC agree about the payload.
+    """Checks that read requests are large enough to keep a NIC busy, and that GPU and NIC have the same payload size.
 
     Command: `lspci -vvv -s NIC | grep -E "MaxPayload|MaxReadReq"`
     Source: PCIe Base 5.0 section 7.5.3.4; Oracle oci-hpc tuning scripts (MaxReadReq 4096).
@@ -230,7 +230,7 @@ def _at_least(value: int | None, floor: int) -> bool | None:
 
 
 def relaxed_ordering(host: Host) -> Finding:
-    """The NIC may reorder writes; matters most on AMD and in virtual machines.
+    """Checks that the NIC may reorder writes, which matters most on AMD and in virtual machines.
 
     Command: `lspci -vvv -s NIC | grep RlxdOrd; grep -F "[RO]" NCCL_LOG`
     Source: NCCL user guide, NCCL_IB_PCI_RELAXED_ORDERING; src/transport/net_ib (ibv_reg_mr_iova2); release notes of
@@ -252,7 +252,7 @@ def relaxed_ordering(host: Host) -> Finding:
 
 
 def nic_link(host: Host) -> Finding:
-    """No link on the way, from the NIC up to the GPU, is narrower than the card or slower than the port.
+    """Checks that no PCIe link from the NIC up to the GPU is narrower than the card or slower than the port.
 
     Command: `lspci -vvv -s BDF | grep LnkSta` for the NIC and each bridge
     Source: Linux Documentation/ABI/testing/sysfs-bus-pci; PCIe Base 5.0 section 4.2 (encoding).
@@ -311,7 +311,7 @@ def _describe(function: PciFunction) -> str:
 
 
 def numa(host: Host) -> Finding:
-    """The kernel knows each device's node, and this process may run near them.
+    """Checks that the kernel knows the NUMA node of each device, and that this process may run on it.
 
     Command: `cat /sys/bus/pci/devices/BDF/numa_node; taskset -pc $$`
     Source: NCCL src/graph/xml.cc (numaid, affinity); Linux Documentation/ABI/testing/sysfs-bus-pci.
@@ -337,7 +337,7 @@ def _nodes(host: Host) -> list[str]:
 
 
 def virtual_topology(host: Host) -> Finding:
-    """A virtual machine without PCI topology needs NCCL_TOPO_FILE, or NCCL takes every path for PHB.
+    """Checks that a virtual machine without PCI topology has NCCL_TOPO_FILE; otherwise NCCL takes every path for PHB.
 
     Command: `lspci -tv; echo $NCCL_TOPO_FILE`
     Source: NCCL user guide, NCCL_TOPO_FILE; nccl issues 921 and 1843; Azure azhpc-images topology folder.

@@ -32,7 +32,7 @@ from gradwire.topology.printable import shortened
 
 
 def rdma_switched_off(host: Host) -> Finding:
-    """No variable turns RDMA off or names devices that are not there.
+    """Checks that no variable turns RDMA off or names devices that do not exist.
 
     Command: `env | grep -E "NCCL_(IB_DISABLE|NET|NET_PLUGIN|IB_HCA)="; cat /etc/nccl.conf`
     Source: NCCL user guide, NCCL_IB_DISABLE, NCCL_NET, NCCL_NET_PLUGIN, NCCL_IB_HCA; aws-ofi-nccl issues 241, 1055.
@@ -67,7 +67,7 @@ def _shown(host: Host, name: str) -> str:
 
 
 def gdr_level(host: Host) -> Finding:
-    """The level in force reaches the pair: NCCL_NET_GDR_LEVEL, else NCCL's default for its version.
+    """Checks that the level in force reaches the pair: NCCL_NET_GDR_LEVEL, else the default of this version of NCCL.
 
     Command: `env | grep NCCL_NET_GDR`
     Source: NCCL user guide, NCCL_NET_GDR_LEVEL and NCCL_NET_GDR_READ; src/graph/paths.cc (ncclTopoCheckGdr); nccl
@@ -130,7 +130,7 @@ def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, 
 
 
 def dmabuf_switched_off(host: Host) -> Finding:
-    """No variable turns dma-buf off where it is the only way.
+    """Checks that no variable turns dma-buf off if it is the only way to register GPU memory.
 
     Command: `env | grep -E "NCCL_DMABUF_ENABLE|OFI_NCCL_DISABLE"`
     Source: NCCL src/init.cc (NCCL_DMABUF_ENABLE, default 1); aws-ofi-nccl doc (OFI_NCCL_DISABLE_DMABUF).
@@ -151,7 +151,7 @@ def dmabuf_switched_off(host: Host) -> Finding:
 
 
 def gid_index(host: Host) -> Finding:
-    """The GID is picked at run time from NCCL 2.21 on; a fixed index breaks in containers.
+    """Checks that no variable fixes the GID index: NCCL picks it from 2.21 on, and a fixed one breaks in containers.
 
     Command: `env | grep NCCL_IB_GID_INDEX; show_gids`
     Source: NCCL user guide, NCCL_IB_GID_INDEX (default -1 since 2.21).
@@ -165,7 +165,7 @@ def gid_index(host: Host) -> Finding:
 
 
 def left_over_debugging(host: Host) -> Finding:
-    """No transport inside the node was switched off in an old hunt for a bug.
+    """Checks that no transport inside the node is switched off, as is done to hunt for a bug.
 
     Command: `env | grep -E "NCCL_(P2P_DISABLE|SHM_DISABLE|P2P_LEVEL)"`
     Source: NCCL user guide, section Debugging (variables that are not for production).
@@ -202,7 +202,7 @@ def _needs_no_peer_to_peer(host: Host) -> str:
 
 
 def socket_interface(host: Host) -> Finding:
-    """NCCL_SOCKET_IFNAME names an interface that exists: without it no communicator starts.
+    """Checks that NCCL_SOCKET_IFNAME names an interface that exists: otherwise no communicator starts.
 
     Command: `env | grep NCCL_SOCKET_IFNAME; ip -br link`
     Source: NCCL user guide, NCCL_SOCKET_IFNAME.
@@ -225,7 +225,7 @@ def socket_interface(host: Host) -> Finding:
 
 
 def spelling(host: Host) -> Finding:
-    """Every variable that looks like NCCL's is one that is read: no near miss, no name that was given up.
+    """Checks that every variable that looks like NCCL's is one that NCCL reads: none is misspelt or obsolete.
 
     Command: `env | grep -E "CCL_"`
     Source: NCCL user guide, Environment Variables (old names); NERSC podman-hpc issue 136 (`CCL_NET_GDR_LEVEL`).
@@ -241,7 +241,7 @@ def spelling(host: Host) -> Finding:
 
 
 def topology_file(host: Host) -> Finding:
-    """NCCL_TOPO_FILE exists and describes this machine.
+    """Checks that the file of NCCL_TOPO_FILE exists and describes this machine.
 
     Command: `grep -o 'busid="[^"]*"' $NCCL_TOPO_FILE; lspci -D`
     Source: NCCL user guide, NCCL_TOPO_FILE.
@@ -262,7 +262,7 @@ def topology_file(host: Host) -> Finding:
 
 
 def vendor_settings(host: Host) -> Finding:
-    """Cloud settings fit the software: old EFA switches are gone, Google's plugins have their profile.
+    """Checks that cloud settings fit the software: no obsolete EFA variables, and a profile for Google's plugins.
 
     Command: `env | grep -E "^(FI_|NCCL_FASTRAK_|NCCL_NET=)"`
     Source: aws-ofi-nccl release notes 1.6 and 1.7; libfabric fi_efa(7); Google Cloud GPU networking documentation.

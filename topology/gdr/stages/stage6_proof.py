@@ -50,7 +50,7 @@ _ERRNO_NAMES = {
 
 
 def registration(host: Host) -> Finding:
-    """GPU memory was registered with the NIC, through peer memory or dma-buf.
+    """Checks that `--prove` has registered GPU memory with the NIC, by peer memory or dma-buf.
 
     Command: `gradwire gdr-check --prove`
     Source: ibv_reg_mr(3), ibv_reg_dmabuf_mr(3); CUDA driver API, cuMemGetHandleForAddressRange.
@@ -85,7 +85,7 @@ def _registration_text(attempt: Registration) -> str:
 
 
 def perftest(host: Host) -> Finding:
-    """Writing from GPU memory is about as fast as from host memory.
+    """Checks that writing from GPU memory is about as fast as from host memory, by the outputs of `--perftest`.
 
     Command: `ib_write_bw -d DEV PEER; ib_write_bw -d DEV --use_cuda=0 [--use_cuda_dmabuf] PEER`
     Source: linux-rdma perftest README; the threshold is a judgement.
@@ -102,7 +102,7 @@ def perftest(host: Host) -> Finding:
 
 
 def nccl_log(host: Host) -> Finding:
-    """The log shows channels with GDRDMA, in both directions, on every rank; "Enabled for HCA" proves nothing.
+    """Checks that the log shows channels with GDRDMA on every rank, both ways; "Enabled for HCA" proves nothing.
 
     Command: `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH ...; grep "via NET" LOG`
     Source: NCCL src/transport/net.cc (channel lines); nccl issue 897 (one direction only).
@@ -250,7 +250,7 @@ def _path_words(log: NcclLog) -> str:
 
 
 def with_and_without(host: Host) -> Finding:
-    """GDR is not always faster: through some host bridges staging wins.
+    """Checks whether GDR is faster than staging in host memory; through some host bridges it is not.
 
     Command: `all_reduce_perf` twice, with NCCL_NET_GDR_LEVEL=LOC and without
     Source: nccl issues 1151, 1181, 1295, 1579.
@@ -267,7 +267,7 @@ def with_and_without(host: Host) -> Finding:
 
 
 def agreement(host: Host) -> Finding:
-    """All hosts of a job came to the same results: one host without peer memory halves everybody's speed.
+    """Checks that all hosts of a job have the same results: one host without peer memory slows the whole job.
 
     Command: `gradwire gdr-check --compare A.json B.json ...`
     Source: nccl issue 897.
