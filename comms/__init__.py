@@ -1,1 +1,1 @@
-"""How a bucket of gradients is averaged over all ranks: plans, transports, the DDP hook, the backend."""
+"""Averages gradients over all ranks: plans, transports, the DDP hook, FSDP2, the process group backend, elasticity."""

@@ -1,1 +1,1 @@
-"""What the machines of a job consist of, and how fast their links are. Needs no torch."""
+"""Models of a job's machines: their processors, GPUs, NICs and links, read from the system. Needs no torch."""

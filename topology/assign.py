@@ -1,4 +1,4 @@
-"""Which network card each GPU, or each local rank, should drive."""
+"""Assigns a NIC to each GPU, or to each local rank."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

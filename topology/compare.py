@@ -1,4 +1,4 @@
-"""What a cluster's machines say about each other: which node differs, and which ranks are badly placed."""
+"""Compares the machines of a cluster: finds the node that differs, and ranks that are badly placed."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

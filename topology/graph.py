@@ -1,7 +1,7 @@
-"""What a machine consists of: processors, PCIe switches, GPUs, network cards, and the links between them.
+"""Parts of a machine as plain frozen data: processors, PCIe switches, GPUs, network cards, and the links between them.
 
-Everything is frozen and plain. Devices know the thing above them by its key (`parent`), so a machine is a forest whose
-roots are its CPUs. A field that is None is unknown: it was not in the source, and nobody guessed it.
+A device names the part above it by its key (`parent`), so a machine is a forest whose roots are its CPUs. A field that
+is None is unknown: the source did not have it, and it was not guessed.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a rank needs to know of its own machine: how fast it is inside and outwards, and its NICs by name."""
+"""Summary of this rank's machine: the rates inside and to other nodes, and the NICs by name."""
 
 from __future__ import annotations
 

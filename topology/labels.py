@@ -1,4 +1,4 @@
-"""How things are called wherever a person reads them: tree, matrix, picture, JSON."""
+"""Names and labels of devices and links in everything that people read: tree, matrix, picture, JSON."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""How far two devices of a machine are from each other, by the names NCCL prints.
+"""Determines how far two devices of a machine are from each other, by the names that NCCL prints (PIX, PXB, PHB, ...).
 
 The distance is read off the PCI tree, not off NCCL's printed table: NCCL rewrites a GPU-NIC path to go through the CPU
 once it has decided against GPUDirect RDMA, so its table then shows PHB for hardware that is PIX.

@@ -1,4 +1,4 @@
-"""What a PCI bus id, class code and vendor id mean.
+"""Meaning of PCI bus ids, class codes and vendor ids.
 
 Source: PCI Code and ID Assignment Specification 1.11 (class codes); NCCL v2.30 src/graph/topo.cc (which class is which
 node for NCCL); the public PCI ID repository (vendors).

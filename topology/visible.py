@@ -1,4 +1,4 @@
-"""Which GPUs a process sees, and in which order: what the launcher's variables leave of the driver's."""
+"""Determines which GPUs a process sees, and in which order, from the driver's GPUs and the launcher's variables."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,12 @@ class VisibleGpus:
 
 
 def given_gpus(machine: Machine) -> tuple[Gpu, ...]:
-    """Returns the GPUs that this process may use, by the driver's numbers where it has numbered any.
+    """Returns the GPUs that this process may use, in the order of the driver's numbers if it has numbered any.
 
     In a container, a cgroup or a guest the bus shows more of them than the driver counts.
 
     Args:
-        machine: This process's machine.
+        machine: Machine on which this process runs.
 
     Returns:
         The numbered GPUs, lowest number first; all GPUs in bus order if the driver has numbered none.

@@ -1,4 +1,4 @@
-"""What the backend takes on CPU tensors, all of it in one place: what torch's gloo takes, and a little more.
+"""Checks the arguments of the backend's collectives of CPU tensors: torch's gloo's rules, and a little more.
 
 Gloo refuses an argument inside a thread of its own, when the call has been issued. Here the same call raises on the
 caller before anything is issued: no other rank is needed for that, and the group goes on. It makes no difference

@@ -1,1 +1,1 @@
-"""How ranks find each other: placement, stores, launchers, failures, torch's private names."""
+"""Connects the ranks of a job and detects their failures: stores, placement, launchers, probes, torch's internals."""

@@ -1,4 +1,4 @@
-"""What `gradwire predict` shows: a table and a sentence for people, JSON for programs, a picture of step time."""
+"""Output of `gradwire predict`: a table and sentences for people, JSON for programs, a picture of step time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -127,7 +127,7 @@ class Host:
         return tuple(nic for nic in self.capable if nic.devices) or self.capable
 
     def gpu_facts(self, bus_id: str) -> GpuFacts:
-        """What NVML and libcuda said about one GPU."""
+        """Returns the facts that NVML and libcuda gave about one GPU; all unknown if they gave none."""
         return next((gpu for gpu in self.facts.gpus or () if gpu.bus_id == bus_id), GpuFacts())
 
     @cached_property

@@ -56,8 +56,8 @@ def prove_together(host: Host, job: JobRank, command: Sequence[str]) -> None:
     have to call this.
 
     Args:
-        host: This rank's machine; `log`, `proof_error` and `bandwidths` are changed in place.
-        job: This rank, and its exchange with the others.
+        host: Machine of this rank; `log`, `proof_error` and `bandwidths` are changed in place.
+        job: Number of this rank, and its exchange with the others.
         command: Command line of the all-reduce, see `prove_with_nccl`.
     """
     places = job.gather(ProofPlace(job.host, nothing_to_check(host)))
@@ -76,9 +76,9 @@ def exchange_results(host: Host, job: JobRank) -> None:
     All ranks have to call this.
 
     Args:
-        host: This rank's machine. `log` is replaced by the merged logs of all ranks; `peers` is set to the results of
+        host: Machine of this rank. `log` is replaced by the merged logs of all ranks; `peers` is set to the results of
             all hosts, unless none has anything to check.
-        job: This rank, and its exchange with the others.
+        job: Number of this rank, and its exchange with the others.
     """
     report = run_checks(host)
     gathered = job.gather(RankResult(job.host, report_json(host, report, exit_code(host, report)), host.log))

@@ -1,4 +1,4 @@
-"""What a check is and what it finds: outcomes, verdicts, findings."""
+"""Types of a check and its result: outcomes, verdicts, findings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

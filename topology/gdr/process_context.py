@@ -1,4 +1,4 @@
-"""What this process runs as and in: root or not, container or not, virtual machine or not."""
+"""Finds out whether this process runs as root, in a container, or in a virtual machine."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Where a host comes from: live, a captured folder, an archive, or lspci's text alone."""
+"""Makes a host for the checks from this machine, a captured folder, an archive, or the text of lspci alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

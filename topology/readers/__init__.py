@@ -1,1 +1,1 @@
-"""What a machine says about itself becomes a Machine: one reader for each format."""
+"""Readers that make a `Machine` of what a system reports about itself, one for each format."""

@@ -1,4 +1,4 @@
-"""What a text is that somebody has at hand: what prints it, where it is no topology, and what pasting put around it."""
+"""Recognizes a pasted text: which program prints it, whether it is a topology, and what pasting has added to it."""
 
 import re
 from collections.abc import Callable, Iterator

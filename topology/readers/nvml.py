@@ -1,8 +1,8 @@
-"""What NVML knows of the GPUs, as `nvidia-smi -q` and `nvidia-smi nvlink -s` print it.
+"""Reads the GPUs from NVML: the facts that `nvidia-smi -q` and `nvidia-smi nvlink -s` print.
 
-`read` gives what belongs in a Machine: GPUs, NVLinks, NVSwitches. `gdr_facts` gives what the GPUDirect-RDMA checks ask
-for besides: BAR1, links that are up, the fabric's state, MIG, confidential computing. Without a driver both are empty
-and say why. NVML knows no network cards.
+`read` returns the parts of a Machine: GPUs, NVLinks, NVSwitches. `gdr_facts` returns further facts for the checks of
+GPUDirect RDMA: BAR1, links that are up, the fabric's state, MIG, confidential computing. Without a driver both are
+empty and name the reason. NVML does not know network cards.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What a PCI function's configuration space says: ACS, ATS, relaxed ordering, payload and read request sizes."""
+"""Decodes a PCI function's configuration space: ACS, ATS, relaxed ordering, payload and read request sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Where everything goes in the picture: CPUs left, switches in columns, a row per device, what joins devices right.
+"""Lays out the picture of a machine: CPUs left, switches in columns, a row per device, links between devices right.
 
 A row per device keeps the picture as wide as a page whatever the number of devices, and a box spans the rows of what
 hangs off it, so that every PCIe link is one straight line with its rate on it.

@@ -1,1 +1,1 @@
-"""Where the checker's facts come from: live, captured, or a text that somebody pasted."""
+"""Inputs of the checker: facts of the live machine, of a capture, or of a pasted text."""

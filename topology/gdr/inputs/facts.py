@@ -1,4 +1,4 @@
-"""What no file says: facts from NVML, libcuda, libibverbs and the kernel log, as plain data that can be captured."""
+"""Facts that are in no file: from NVML, libcuda, libibverbs and the kernel log, as plain data that can be captured."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields

@@ -1,4 +1,4 @@
-"""What an NCCL_DEBUG=INFO log proves about GPUDirect RDMA: channels by rank and direction, and the reasons why not."""
+"""Reads from an NCCL_DEBUG=INFO log whether GPUDirect RDMA is used, by rank and direction, and if not, why."""
 
 import itertools
 import re

@@ -1,7 +1,7 @@
-"""What NCCL's warnings and its plug-ins' notes mean: the cause in words, and the command that shows or mends it.
+"""Explains warnings of NCCL and of its plug-ins: the cause in words, and the command that shows or mends it.
 
-A job that dies of its network says so in a WARN line, often after all channels were made; the channel lines alone would
-look healthy.
+A job that fails because of its network logs a WARN line, often after all channels were made; the lines about channels
+alone would look healthy.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""When the fix of a check is the right one: said beside it, with the source that the check's docstring names.
+"""Conditions under which the fix of a check is the right one; printed with the fix, and with the check's source.
 
 A fix that is wrong for the machine at hand is worse than none: it may hang the job, or cost a day.
 """
