@@ -44,15 +44,15 @@ class Overlap:
 
         Args:
             work: The reduce-scatter.
-            later: Whether it may be in flight until `settle`; else this waits for it and all before it.
+            later: Whether it may be in flight until `wait_all`; else this waits for it and all before it.
         """
         self._reducing.append(work)
         if not later:
-            self.settle()
+            self.wait_all()
         while len(self._reducing) > MOST_REDUCING:
             self._reducing.pop(0).wait()
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Waits for all reduce-scatters in flight, then raises the error of the first one that failed."""
         reducing, self._reducing = self._reducing, []
         failed: BaseException | None = None

@@ -177,7 +177,7 @@ class FsdpState(GradientState[AveragingSession]):
         """
         self._shards = shards
         if shards.overlap is not None:
-            at_end_of_sharded_backward(model, self._settle_shards)
+            at_end_of_sharded_backward(model, self._wait_for_shards)
         if self._compresses_replicas or self._shards.residuals:
             self._check_optimizers(self._names)
 
@@ -400,7 +400,7 @@ class FsdpState(GradientState[AveragingSession]):
             future = bucket.result()
             self._under_way.append((flat, future))
             if flat.is_cuda or not param_group.keeps(present, flat.dtype):
-                self._settle()
+                self._wait_for_averages()
         except BaseException:
             self._finite = False  # whoever catches it and goes on: this step's state is dropped
             raise
@@ -409,12 +409,12 @@ class FsdpState(GradientState[AveragingSession]):
         self._buckets.append(replace(bucket, flat=NOTHING, future=None))  # its times alone
         self._sizes.append(flat.nbytes)
 
-    def _settle_shards(self) -> None:
+    def _wait_for_shards(self) -> None:
         """Waits for the reduce-scatters in flight. The model keeps this method, and so this state, alive."""
         if self._shards.overlap is not None:
-            self._shards.overlap.settle()
+            self._shards.overlap.wait_all()
 
-    def _settle(self) -> None:
+    def _wait_for_averages(self) -> None:
         """Waits for the averages in flight; on CUDA the current stream waits, and the host does not.
 
         Raises:
@@ -498,7 +498,7 @@ class FsdpState(GradientState[AveragingSession]):
     def _end_step(self, connection: AveragingSession) -> None:
         """Ends a step: waits for its averages, commits or drops the compressor's state, and calls the listeners."""
         communicator, compression = connection.communicator, connection.compression
-        self._settle()
+        self._wait_for_averages()
         self._in_step = False
         self.steps += 1
         self._reduced.clear()

@@ -28,7 +28,7 @@ def test_only_so_many_reduce_scatters_hold_whole_gradients(later: list[bool]) ->
     for number, may_wait in enumerate(later):
         overlap.add(Reducing(number, ended, fails=False), later=may_wait)
         assert ended == list(range(number + 1 - (MOST_REDUCING if may_wait else 0)))
-    overlap.settle()
+    overlap.wait_all()
     assert ended == list(range(len(later)))
 
 
@@ -36,9 +36,9 @@ def test_settling_waits_for_all_and_raises_the_first_error() -> None:
     overlap, ended, failed = Overlap([]), list[int](), None
     overlap._reducing = [Reducing(number, ended, fails=number > 0) for number in range(3)]
     try:
-        overlap.settle()
+        overlap.wait_all()
     except ValueError as error:
         failed = str(error)
     assert (ended, failed) == ([0, 1, 2], "1")
-    overlap.settle()
+    overlap.wait_all()
     assert ended == [0, 1, 2]
