@@ -43,8 +43,8 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.observe import stragglers
+from gradwire.comms.observe.number_exchange import NumberExchange
 from gradwire.comms.observe.observer import Observer
-from gradwire.comms.observe.share import Shared
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, Times
 from gradwire.comms.step.listeners import EndedStep
 
@@ -204,7 +204,7 @@ def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]
     """
     width, exchanges, own = 64, 0, 0.0
 
-    class Counted(Shared):
+    class Counted(NumberExchange):
         def __init__(self, communicator: Communicator, values: Sequence[float]) -> None:
             nonlocal exchanges
             exchanges += 1
@@ -231,7 +231,7 @@ def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]
         taken: dict[str, float] = {}
         for name in draw.sample(list(models), len(models)):  # the same order on all ranks
             with ExitStack() as patches:
-                patches.enter_context(patch.object(stragglers, "Shared", Counted))
+                patches.enter_context(patch.object(stragglers, "NumberExchange", Counted))
                 if name == OFTEN:
                     patches.enter_context(patch.object(stragglers, "SUMMARY_STEPS", 1))
                     patches.enter_context(patch.object(stragglers, "SUMMARY_SECONDS", 0.0))

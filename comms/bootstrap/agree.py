@@ -4,7 +4,7 @@
 and `compare` names a fact that differs. Use it for decisions that are rare and must fail in the same way on all ranks.
 Not decided here: who the ranks are (rendezvous.py), settings of a grid in which each rank knows only its row and column
 (sharded/agreement.py), and which ranks survive a failure (elastic/membership.py). Values of every step are sent with
-the gradients (observe/share.py).
+the gradients (observe/number_exchange.py).
 """
 
 import hashlib

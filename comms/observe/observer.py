@@ -180,10 +180,10 @@ class Observer(StepListener):
                 file.open("a").close()
             except OSError as error:
                 problem = error
-        from gradwire.comms.observe.share import Shared
+        from gradwire.comms.observe.number_exchange import NumberExchange
         from gradwire.comms.observe.trace import Trace
 
-        problems = Shared(self._communicator, [float(problem is not None)]).read()
+        problems = NumberExchange(self._communicator, [float(problem is not None)]).read()
         if problem is not None or (problems is not None and problems[0][0]):
             reason = "see rank 0" if problem is None else problem.strerror
             raise OSError(

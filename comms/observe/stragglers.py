@@ -42,7 +42,7 @@ from operator import sub
 
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.observe.diagnosis import STRONG, Margin, behind_median, median_rank
-from gradwire.comms.observe.share import Shared
+from gradwire.comms.observe.number_exchange import NumberExchange
 from gradwire.comms.report import COMPUTES_LATE, SLOW_LINK, Straggler
 from gradwire.comms.run.all_reduces import Times
 
@@ -675,7 +675,7 @@ class StragglerWatch:
         self._every = every
         self._steps = _OwnSteps(communicator)
         self._diagnosis = _Diagnosis(communicator, names, ranks)
-        self._pending: tuple[int, Shared, bool, tuple[int, ...]] | None = None
+        self._pending: tuple[int, NumberExchange, bool, tuple[int, ...]] | None = None
         self._fresh = 0
         self._timed = 0
         self._summarized_at = self._broken_down_at = self._unseen_from = 0
@@ -727,7 +727,7 @@ class StragglerWatch:
 
     def _start(self, step: int, numbers: list[float], *, breakdown: bool) -> None:
         """Begins to send the numbers of a breakdown, or of a summary, to all ranks."""
-        self._pending = step, Shared(self._communicator, numbers), breakdown, self._steps.columns()
+        self._pending = step, NumberExchange(self._communicator, numbers), breakdown, self._steps.columns()
 
     def _receive(self, step: int) -> None:
         """Reads numbers that were sent one step ago; on CUDA two, so that the computing stream has reached them."""

@@ -26,8 +26,8 @@ import torch
 from gradwire.comms.boundary.files import replace_text
 from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.observe.number_exchange import NumberExchange
 from gradwire.comms.observe.recorder import Note, Recorder
-from gradwire.comms.observe.share import Shared
 from gradwire.comms.report import bucket_words
 from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.comms.streams import Mark
@@ -96,7 +96,7 @@ def clock_rounds(communicator: Communicator) -> list[Round] | None:
     rounds = []
     for _ in range(ROUNDS):
         entered = time.perf_counter()
-        if Shared(communicator, [0.0]).read() is None:
+        if NumberExchange(communicator, [0.0]).read() is None:
             return None
         rounds.append((entered, time.perf_counter()))
     return rounds
@@ -224,7 +224,7 @@ class Trace:
         # Compare the clocks, and exchange the rounds before and after the steps.
         after = clock_rounds(communicator)
         flat = [each for rounds in (self._rounds, after or []) for pair in rounds for each in pair]
-        rows = None if after is None else Shared(communicator, flat).read()
+        rows = None if after is None else NumberExchange(communicator, flat).read()
         if rows is None:
             log.warning("the trace %s is not written: a collective has failed", self._file)
             return
@@ -278,7 +278,7 @@ class Trace:
 
 def _gathered(communicator: Communicator, own: bytes) -> dict[int, bytes] | None:
     """Returns rank -> its bytes, on all ranks; None if the group has failed."""
-    lengths = Shared(communicator, [float(len(own))]).read()
+    lengths = NumberExchange(communicator, [float(len(own))]).read()
     if lengths is None:
         return None
     # Place the bytes of each rank in one buffer of whole 8-byte elements.

@@ -14,7 +14,7 @@ from typing import Protocol
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.errors import PeerError
-from gradwire.comms.observe.share import Shared
+from gradwire.comms.observe.number_exchange import NumberExchange
 from gradwire.comms.step.listeners import StepListener
 
 log = logging.getLogger("gradwire")
@@ -94,5 +94,5 @@ class LoadConsistencyCheck(StepListener):
             Whether they differ; False also if a rank failed meanwhile, which the next launch reports.
         """
         digest = hashlib.sha256(json.dumps(list(loaded.items())).encode()).digest()
-        rows = Shared(ranks, [float(int.from_bytes(digest[:6], "big"))]).read()
+        rows = NumberExchange(ranks, [float(int.from_bytes(digest[:6], "big"))]).read()
         return rows is not None and any(row != rows[other] for row, other in zip(rows, self._like, strict=True))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from gradwire.comms.observe.share import Shared
+from gradwire.comms.observe.number_exchange import NumberExchange
 from gradwire.comms.run.all_reduces import AllReduce, Times
 from gradwire.comms.step.listeners import EndedStep, StepListener
 
@@ -91,7 +91,7 @@ class SampleWeights(StepListener):
         self.scale = 0.0
         self.assigner: SampleAssigner | None = None
         self._communicator = communicator
-        self._shared: Shared | None = None
+        self._shared: NumberExchange | None = None
         self._held: list[AllReduce] = []
         self._steps: deque[tuple[float, Sequence[Times]]] = deque(maxlen=2 + communicator.clock.lag)
 
@@ -105,7 +105,7 @@ class SampleWeights(StepListener):
         count = UNKNOWN if self.count is None else float(self.count)
         seconds, then = self._worked()
         place, checksum = (0, 0) if self.assigner is None else (self.assigner.place, self.assigner.checksum)
-        self._shared = Shared(self._communicator, [count, seconds, then, float(place), float(checksum)])
+        self._shared = NumberExchange(self._communicator, [count, seconds, then, float(place), float(checksum)])
 
     def step_ended(self, step: EndedStep) -> None:
         """Records the times of a step's buckets, for the report on this rank's speed."""
@@ -152,7 +152,7 @@ class SampleWeights(StepListener):
         else:
             values.mul_(self.scale)
 
-    def _take(self, shared: Shared) -> None:
+    def _take(self, shared: NumberExchange) -> None:
         rows = shared.read()
         if rows is None:  # what has failed comes out of the first launch
             return

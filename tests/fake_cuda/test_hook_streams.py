@@ -104,13 +104,13 @@ def test_what_torch_issues_between_steps_is_behind_every_collective(plan: str, m
     """DDP broadcasts the model's buffers next, on a communicator that gradwire does not know of."""
     stragglers = first_module("gradwire.comms.observe.stragglers")
     monkeypatch.setattr(stragglers, "SUMMARY_SECONDS", 0.0)
-    shared, real = [], stragglers.Shared
+    shared, real = [], stragglers.NumberExchange
 
     def share(*arguments: Any) -> Any:
         shared.append(arguments)
         return real(*arguments)
 
-    monkeypatch.setattr(stragglers, "Shared", share)
+    monkeypatch.setattr(stragglers, "NumberExchange", share)
     ahead: list[str] = []
 
     def before(job: Job, step: int) -> None:

@@ -222,7 +222,7 @@ STREAMS = (
     ),
     Mutation(
         "what ranks tell of themselves is in the way of what torch issues",
-        "comms/observe/share.py",
+        "comms/observe/number_exchange.py",
         "            communicator.sync_current_stream()\n",
         "",
         "DDP's broadcast of running means and a sum of gradwire's wait for each other on a GPU with room for one.",

@@ -61,7 +61,7 @@ class Job:
         )
 
     def share(self, communicator: Any, values: Sequence[float]) -> Any:
-        """In place of `Shared`: the ranks' turns come one after the other, so all have shared before one reads."""
+        """In place of `NumberExchange`: the ranks' turns come one after the other, so all have shared before one reads."""
         rows = self.shared.setdefault(self.steps, [])
         rows.append(list(values))
         self.values += len(values)
@@ -95,7 +95,7 @@ class Job:
             had = self.phases[rank].get(key, (0.0, 0, 0))
             self.phases[rank][key] = had[0] + seconds, had[1] + 1, 0
         with (
-            patch.object(stragglers, "Shared", self.share),
+            patch.object(stragglers, "NumberExchange", self.share),
             patch("gradwire.comms.observe.stragglers.time.perf_counter", lambda: self.now),
         ):
             for watch, own in zip(self.watches, times, strict=True):

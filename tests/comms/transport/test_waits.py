@@ -46,8 +46,8 @@ ENDED_BY = {
         comms/links/quick_probe.py: communicator.run(own, plan).wait
         comms/migration.py: node.all_reduce(rows.view(-1)).wait
         comms/migration.py: node.all_reduce(word).wait
-        comms/observe/share.py: self._bucket.future.wait
-        comms/observe/share.py: self._bucket.result().wait
+        comms/observe/number_exchange.py: self._bucket.future.wait
+        comms/observe/number_exchange.py: self._bucket.result().wait
         comms/observe/trace.py: bucket.future.wait
         comms/observe/trace.py: bucket.result().wait
         comms/outer/averaging.py: future.wait
@@ -61,7 +61,7 @@ ENDED_BY = {
     "a device: `deadline.Deadline` and NCCL's time-out end what waits on it": """
         comms/backend/work.py: self._passed.synchronize
         comms/links/probe.py: torch.cuda.synchronize
-        comms/observe/share.py: self._copied.synchronize
+        comms/observe/number_exchange.py: self._copied.synchronize
         comms/observe/trace.py: self._anchor.synchronize
         comms/run/stream_executor.py: work.wait
         comms/step/used_map.py: torch.cuda.synchronize

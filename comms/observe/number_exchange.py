@@ -13,7 +13,7 @@ from gradwire.comms.run.all_reduces import AllReduce, Bucket
 log = logging.getLogger("gradwire")
 
 
-class Shared:
+class NumberExchange:
     """Sends a few numbers of each rank to all ranks, in an all-reduce that begins at once and is read later.
 
     Every rank adds its own numbers to zeros, so the sums are exact, and any transport and plan will do. The all-reduce
@@ -24,7 +24,7 @@ class Shared:
     for the other forever.
 
     Args:
-        communicator: Communicator of the ranks. All of them make a `Shared` at the same point of its launches.
+        communicator: Communicator of the ranks. All of them make a `NumberExchange` at the same point of its launches.
         values: Numbers of this rank; finite, and equally many on every rank.
     """
 
