@@ -238,12 +238,12 @@ class Communicator:
     def connect(self, nbytes: int) -> None:
         """Connects the transports that buckets of `nbytes` need, while the process that serves the store is alive.
 
-        All ranks call it at the same point of the sequence of collectives, after the plans are settled. Sets of ranks
+        All ranks call it at the same point of the sequence of collectives, after the plans are fixed. Sets of ranks
         are connected in the same order everywhere, so that uneven nodes do not wait for each other in a cycle. A plan
         chosen later connects further transports at its first bucket.
 
         Args:
-            nbytes: Size of a bucket; any size if the plans are settled.
+            nbytes: Size of a bucket; any size if the plans are fixed.
 
         Raises:
             RuntimeError: A rank did not join within the time-out, or this torch has no NCCL.

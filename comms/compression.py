@@ -151,13 +151,14 @@ class Compression:
         """Does what `end_step` does on CUDA: the device decides, and the host reads the decision one step later.
 
         The current stream must come after the all-reduces of this step and before those of the next one. State that
-        only the host keeps (numbers of steps, whether residuals were flushed) is corrected then; see `settle`.
+        only the host keeps (numbers of steps, whether residuals were flushed) is corrected then, by
+        `resolve_last_step`.
 
         Args:
             extremes: 0-dim tensors on the device, all finite if and only if the step's averages are.
             transfers: Layout of each all-reduce of the step, in the order in which they were started.
         """
-        self.settle()
+        self.resolve_last_step()
         self._last_transfers = list(transfers)
         if not extremes:
             return
@@ -181,7 +182,7 @@ class Compression:
         self.left_alone = ()
         self.compressor.end_step(finite)
 
-    def settle(self) -> None:
+    def resolve_last_step(self) -> None:
         """Reverts the host's counters of the last step if the device has dropped it; waits for its decision."""
         if self._undecided is None:
             return
@@ -194,7 +195,7 @@ class Compression:
     @property
     def dirty(self) -> bool:
         """Whether there are residuals that have not been sent; the same on all ranks."""
-        self.settle()
+        self.resolve_last_step()
         return self._dirty
 
     def state_dict(self) -> StateDict:
@@ -202,7 +203,7 @@ class Compression:
 
         After a load, these are the loaded transfers until a step has replaced them.
         """
-        self.settle()
+        self.resolve_last_step()
         transfers = to_rows(self._last_transfers) if self._saved_transfers is None else self._saved_transfers.clone()
         own: StateDict = {
             PREFIX + "rank": self._rank,

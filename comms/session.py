@@ -189,7 +189,7 @@ class AveragingSession:
         Args:
             nbytes: Size of a usual bucket.
         """
-        self.communicator.rank_plans.settle(nbytes)
+        self.communicator.rank_plans.fix_plan(nbytes)
         self.communicator.connect(nbytes)
 
     def watch_steps(self, previous: "AveragingSession | None" = None) -> None:

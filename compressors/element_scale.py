@@ -57,7 +57,7 @@ class ElementScale(ElementStore):
             total: 1-D float32 sum of the step, the same bits on all ranks of the group.
         """
         sums = self.read(layout, total.device)
-        if not self._shards[layout].settled:
+        if not self._shards[layout].filled:
             torch.add(sums, total.abs(), out=self.stage(layout, total.device))
 
     def freeze(self, revocable: bool = False) -> None:
@@ -68,7 +68,7 @@ class ElementScale(ElementStore):
                 staged sums.
         """
         for layout, shard in self._shards.items():
-            if shard.settled:
+            if shard.filled:
                 continue
             sums, spare, shard.spare = shard.value, shard.spare, None
             if revocable:
@@ -99,7 +99,7 @@ class ElementScale(ElementStore):
         """Restores the sums that a revocable `freeze` has kept, except in shards whose scales were used or moved."""
         for layout, (scales, sums) in self._sums.items():
             shard = self._shards.get(layout)
-            if shard is not None and shard.value is scales and not shard.settled:
+            if shard is not None and shard.value is scales and not shard.filled:
                 keep_until_read(scales)
                 shard.value = sums
         if self._summed_pieces is not None and self._summed_pieces[0] is self._pieces:
@@ -109,7 +109,7 @@ class ElementScale(ElementStore):
 
     def scales(self, layout: Layout, device: torch.device) -> Tensor:
         """Returns the scales of `layout`, 1-D float32, 1 where all dense gradients were zero; a read-only view."""
-        return self.settle(layout, device, 1.0)
+        return self.fill_zeros(layout, device, 1.0)
 
     def rescale(self, factor: float | Tensor) -> None:
         """No-op: scales are relative to their shard, and the magnitude in each payload block follows the loss scale."""

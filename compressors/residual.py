@@ -30,8 +30,8 @@ class _Shard:
     """Buffer for staged values; None before the first step."""
     staged: bool = False
     """True if `spare` holds values that the next commit makes the stored ones."""
-    settled: bool = False
-    """True if `ElementStore.settle` has replaced its zeros."""
+    filled: bool = False
+    """True if `ElementStore.fill_zeros` has replaced its zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,14 @@ class ElementStore:
         with self._lock:
             return self._shard(layout, device).value
 
-    def settle(self, layout: Layout, device: torch.device, default: float) -> Tensor:
+    def fill_zeros(self, layout: Layout, device: torch.device, default: float) -> Tensor:
         """Replaces every stored zero of `layout` by `default`, once; returns the values as `read` does."""
         value = self.read(layout, device)
         with self._lock:
             shard = self._shards[layout]
-            if not shard.settled:
+            if not shard.filled:
                 value.masked_fill_(value == 0.0, default)
-                shard.settled = True
+                shard.filled = True
         return value
 
     def stage(self, layout: Layout, device: torch.device) -> Tensor:

@@ -46,7 +46,7 @@ apply the path MTU that it has learned. Source: ip(7)."""
 _SMALL_PACKET_NBYTES = 500
 _PACKET_TRIES = 4
 _PACKET_SECONDS = 0.15
-_SETTLE_SECONDS = 0.5
+_IDLE_SECONDS = 0.5
 _HEADERS_NBYTES = 28
 """Bytes of the headers of IPv4 and UDP."""
 _DATA, _CONTROL = b"D", b"C"
@@ -467,13 +467,13 @@ class Asker:
         _exactly(self._control, 1)
         return time.perf_counter() - began
 
-    def settle(self, latency_seconds: float) -> None:
+    def wait_until_idle(self, latency_seconds: float) -> None:
         """Waits until the queues filled by a flow are empty, which a short round trip shows, or for half a second.
 
         Args:
             latency_seconds: Seconds of one way on the idle link, as `latency_seconds` returned it.
         """
-        deadline = time.perf_counter() + _SETTLE_SECONDS
+        deadline = time.perf_counter() + _IDLE_SECONDS
         took = float("inf")
         while took > max(8 * latency_seconds, 1e-3) and time.perf_counter() < deadline:
             _say(self._control, {"do": "echo", "count": 1})
@@ -609,10 +609,10 @@ def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_n
     # Measure one connection in each direction, then several in each direction and in both at once.
     seconds = max(seconds, min(2 * FLOW_ROUND_TRIPS * latency, LONGEST_FLOW_SECONDS))
     (there, _), (sent_there, _) = asker.flows(1, 0, seconds)
-    asker.settle(latency)
+    asker.wait_until_idle(latency)
     (_, back), (_, sent_back) = asker.flows(0, 1, seconds)
     one = there, back
-    asker.settle(latency)
+    asker.wait_until_idle(latency)
     # Where this much covers the path many times over, little is queued, and acknowledgements do not wait behind it.
     buffer = SMALL_BUFFER_NBYTES if 8 * max(one) * latency < SMALL_BUFFER_NBYTES else 0
     many = (
@@ -620,7 +620,7 @@ def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_n
         asker.rates(0, STREAMS, seconds, buffer)[1],
     )
     both = asker.rates(STREAMS, STREAMS, seconds, buffer)
-    asker.settle(latency)
+    asker.wait_until_idle(latency)
     # Count lost segments of flows that are slow enough not to cause losses themselves.
     sent, lost = _lost(asker, PACED_SHARE * min(one), seconds)
     own = [each for each in (sent_there, sent_back) if each is not None]

@@ -45,9 +45,9 @@ from gradwire.comms.plan.codec_price import (
     codec_price,
     final,
     measured_price,
-    settling,
     square_layout,
     wire_ratio,
+    with_short_start,
 )
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import plan_all_reduce
@@ -127,7 +127,7 @@ class CaseRunner:
             config: Settings of the communicator.
             compressor: Name of the compressor, or `none`.
         """
-        used = None if compressor == "none" else settling(compressor)
+        used = None if compressor == "none" else with_short_start(compressor)
         return Communicator(self.store, self.rank, self.size, torch.device("cpu"), config, name=name, compressor=used)
 
     def run(self, name: str, nbytes: int) -> dict[str, object]:

@@ -34,7 +34,7 @@ from gradwire.topology.cluster import Cluster
 
 log = logging.getLogger("gradwire")
 
-SETTLED_STEPS = 2
+STEADY_STEPS = 2
 """Number of consecutive steps whose buckets have the same sizes as in the step before, after which arrivals are
 measured. DDP rebuilds its buckets after the first step."""
 PROFILED_STEPS = 5
@@ -110,7 +110,7 @@ class CutFinder:
 
     def _run(self) -> Program:
         """Runs the search as a coroutine, see `Program`; once the cuts are found, it yields the same plan for ever."""
-        sizes = yield from self._settle()
+        sizes = yield from self._steady_sizes()
         plan = self._agreed(lambda: self._known) if self._keeps else None
         if plan is None:
             arrivals = yield from self._arrivals(len(sizes))
@@ -121,11 +121,11 @@ class CutFinder:
         while True:
             yield plan
 
-    def _settle(self) -> Generator[FusionPlan, StepSeen, tuple[int, ...]]:
-        """Waits until the sizes of the buckets have not changed for `SETTLED_STEPS` steps; returns them, in bytes."""
+    def _steady_sizes(self) -> Generator[FusionPlan, StepSeen, tuple[int, ...]]:
+        """Waits until the sizes of the buckets have not changed for `STEADY_STEPS` steps; returns them, in bytes."""
         sizes: tuple[int, ...] = ()
         same = 0
-        while same < SETTLED_STEPS:
+        while same < STEADY_STEPS:
             seen = yield self._begun
             same = same + 1 if seen.sizes == sizes and sizes else 0
             sizes = seen.sizes

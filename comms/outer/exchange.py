@@ -389,7 +389,7 @@ class OuterExchange:
         assert pending is not None
         fragment = self.fragments[pending.number]
         fragment.check()
-        self._settle(pending)
+        self._commit_or_drop(pending)
         self._pending = None
         if pending.finite:
             fragment.arrive(pending.flat, pending.sent, None if self.settings.warms_up(self.begun) else self.settings)
@@ -423,7 +423,7 @@ class OuterExchange:
         if pending.finite is None:
             self.averaging.finish(self.fragments[pending.number], pending, self.begun)
 
-    def _settle(self, pending: Pending) -> None:
+    def _commit_or_drop(self, pending: Pending) -> None:
         """Waits for the average of an exchange, and commits or drops the residuals that the compressor has staged.
 
         Drops them if the average is not finite, which is logged, or if anchors differ between ranks.

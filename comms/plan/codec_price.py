@@ -144,7 +144,7 @@ def short_start(name: str) -> dict[str, "Option"]:
     return {"warmup_steps": 1} if "warmup_steps" in registry.options_of(name) else {}
 
 
-def settling(name: str) -> Compressor:
+def with_short_start(name: str) -> Compressor:
     """Makes a compressor by name with default options except those of `short_start`."""
     from gradwire.compressors import registry
 
@@ -226,7 +226,8 @@ def measured_price(
         return EXACT
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
     (whole, hops, whole_share), (part, _, part_share) = (
-        _timed(settling(name) if make is None else make(), each, group, seconds, together) for each in (layout, first)
+        _timed(with_short_start(name) if make is None else make(), each, group, seconds, together)
+        for each in (layout, first)
     )
     whole, part = agree(whole, whole_share), agree(part, part_share)
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel

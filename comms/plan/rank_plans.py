@@ -285,7 +285,7 @@ class RankPlans:
         """Returns every (lane, set of ranks) that buckets of `nbytes` use: dense, compressed or migrated.
 
         All ranks get the same ones in the same order, and each connects those that it is in in this order, so no cycle
-        of ranks waits for each other. Once `settle` has chosen a plan, buckets of any other size need no further ones.
+        of ranks waits for each other. Once `fix_plan` has chosen a plan, buckets of other sizes need no further ones.
 
         Args:
             nbytes: Size of a bucket.
@@ -329,7 +329,7 @@ class RankPlans:
         self.chooser.take(plan, chunks, why)
         self.clear()
 
-    def settle(self, nbytes: int) -> None:
+    def fix_plan(self, nbytes: int) -> None:
         """Fixes the plan of exact buckets by name, the best for `nbytes`, so that all sums have one order.
 
         Chunks still depend on the size of a bucket, and compressed buckets have plans of their own. Does nothing if a

@@ -191,7 +191,7 @@ def follow_backward(
 def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesAgreement) -> None:
     """Measures the links between ranks as `config` asks, and adds listeners that measure on during the first steps.
 
-    Called before `RankPlans.settle` chooses a plan; not for the sessions after a change of the ranks in elastic
+    Called before `RankPlans.fix_plan` chooses a plan; not for the sessions after a change of the ranks in elastic
     training, where the rates come from the ranks that have measured them.
 
     Args:

@@ -149,7 +149,7 @@ class OneBit(TwoStage):
             self.scale.observe(layout, total)
 
     def end_step(self, finite: bool | Tensor) -> None:
-        """See `Compressor.end_step`; after the last dense step the elements' scales are settled."""
+        """See `Compressor.end_step`; after the last dense step the elements' scales are fixed."""
         super().end_step(finite)
         if self.scale is not None:
             self.scale.confirm()

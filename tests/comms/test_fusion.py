@@ -195,7 +195,7 @@ def test_no_plan_changes_a_bit(nodes: str) -> None:
     def run(rank: int) -> list[Tensor]:
         config = Config(hostname=nodes[rank], fusion=25, timeout=timedelta(seconds=30))
         communicator = Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="fusion")
-        communicator.rank_plans.settle(25 << 20)
+        communicator.rank_plans.fix_plan(25 << 20)
         fusion = Fusion(PLANS[0])
         results = []
         try:

@@ -17,7 +17,7 @@ from gradwire.bench.nccl_tests.ranks import World
 from gradwire.comms.backend.register import register
 from gradwire.comms.bootstrap.compat import PrefixStore
 from gradwire.comms.config import Config
-from gradwire.comms.plan.codec_price import settling
+from gradwire.comms.plan.codec_price import with_short_start
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.registry import names
 
@@ -96,7 +96,7 @@ def make_compressor(name: str) -> Compressor | None:
     """
     if name in ("", "none"):
         return None
-    compressor = settling(name)
+    compressor = with_short_start(name)
     compressor.end_step(True)  # an empty step: its dense start is over
     return compressor
 

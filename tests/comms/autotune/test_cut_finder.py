@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from gradwire.comms.autotune.cuts import PROFILED_STEPS, SETTLED_STEPS, CutFinder, StepSeen, affine, best_cuts
+from gradwire.comms.autotune.cuts import PROFILED_STEPS, STEADY_STEPS, CutFinder, StepSeen, affine, best_cuts
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.fusion import FusionPlan
@@ -50,7 +50,7 @@ def train(
 
 
 def test_all_ranks_change_once_at_the_same_step_by_the_latest_ranks_arrivals() -> None:
-    began = SETTLED_STEPS + 1 + PROFILED_STEPS
+    began = STEADY_STEPS + 1 + PROFILED_STEPS
     ranks, asked, kept = train(3, 20)
     assert ranks == [[BEGUN] * began + [FOUND] * (20 - began)] * 3
     assert asked == [[0.0, pytest.approx(0.3), 0.5]]
@@ -58,7 +58,7 @@ def test_all_ranks_change_once_at_the_same_step_by_the_latest_ranks_arrivals() -
 
 
 def test_cuts_of_a_file_are_taken_at_once_on_all_ranks() -> None:
-    began = SETTLED_STEPS + 1
+    began = STEADY_STEPS + 1
     ranks, asked, kept = train(2, 12, keeps=True, known=KNOWN)
     assert ranks == [[BEGUN] * began + [KNOWN] * (12 - began)] * 2
     assert not asked and not kept

@@ -61,7 +61,7 @@ class Job:
         )
 
     def share(self, communicator: Any, values: Sequence[float]) -> Any:
-        """In place of `NumberExchange`: the ranks' turns come one after the other, so all have shared before one reads."""
+        """In place of `NumberExchange`: ranks take turns, so all have sent their numbers before one reads."""
         rows = self.shared.setdefault(self.steps, [])
         rows.append(list(values))
         self.values += len(values)

@@ -32,7 +32,7 @@ def test_only_so_many_reduce_scatters_hold_whole_gradients(later: list[bool]) ->
     assert ended == list(range(len(later)))
 
 
-def test_settling_waits_for_all_and_raises_the_first_error() -> None:
+def test_it_waits_for_all_and_raises_the_first_error() -> None:
     overlap, ended, failed = Overlap([]), list[int](), None
     overlap._reducing = [Reducing(number, ended, fails=number > 0) for number in range(3)]
     try:

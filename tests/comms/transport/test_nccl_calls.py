@@ -526,7 +526,7 @@ def test_what_buckets_need_is_connected_before_the_first(
 
     def body(rank: int) -> None:
         rank_plans = RankPlans(cluster, rank, "cuda", config, made)
-        rank_plans.settle(25 << 20)
+        rank_plans.fix_plan(25 << 20)
         groups = groups_of(rank, cluster, store)
         groups.connect(rank_plans.groups(25 << 20), 25 << 20)
         before = set(groups)
