@@ -45,7 +45,7 @@ class FusionPlan:
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted 0 or a positive number")
 
-    def ends_transfer(self, sizes: Sequence[int], pending_nbytes: int) -> bool:
+    def ends_all_reduce(self, sizes: Sequence[int], pending_nbytes: int) -> bool:
         """Returns whether an all-reduce ends after the last bucket seen so far.
 
         Args:
@@ -127,12 +127,12 @@ class Fusion:
         """
         plan, nbytes = self._plan, bucket.flat.nbytes
         self._sizes.append(nbytes)
-        if not self._waiting and plan.ends_transfer(self._sizes, nbytes):
+        if not self._waiting and plan.ends_all_reduce(self._sizes, nbytes):
             # The usual case: the bucket is reduced alone.
             return self._pieces(bucket)
         parted = self._waiting and not plan.delayed and not _alike(self._waiting[0], bucket)
         launches = self._join() if parted else []
-        ends = plan.ends_transfer(self._sizes, nbytes + sum(each.flat.nbytes for each in self._waiting))
+        ends = plan.ends_all_reduce(self._sizes, nbytes + sum(each.flat.nbytes for each in self._waiting))
         if ends and not self._waiting:
             return launches + self._pieces(bucket)
         self._waiting.append(bucket)

@@ -62,7 +62,7 @@ class Recorder:
         if self._keeps:
             self.notes.append(Note(track, name, began, ended, details))
 
-    def note_transfer(self, run: "RunningAllReduce", ended: Mark) -> None:
+    def note_all_reduce(self, run: "RunningAllReduce", ended: Mark) -> None:
         """Adds the interval of an all-reduce that has succeeded, unless it is one that reports do not count."""
         if run.all_reduce.counted and run.began is not None:
             buckets = [bucket.index for bucket in run.all_reduce.buckets]

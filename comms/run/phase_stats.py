@@ -144,7 +144,7 @@ class PhaseStats:
             now: Time of its end.
         """
         if self.recorder is not None:
-            self.recorder.note_transfer(run, now)
+            self.recorder.note_all_reduce(run, now)
         if self.ended is not None and run.all_reduce.counted:
             assert isinstance(run.began, float) and isinstance(now, float)  # Times of the host's clock.
             self.ended.append(EndedAllReduce(run.rank_plan.plan, run.began, now))

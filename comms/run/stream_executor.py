@@ -244,7 +244,7 @@ class StreamExecutor(Executor):
     def _end(self, run: RunningAllReduce) -> None:
         now = self.stats.now()
         if self.stats.recorder is not None and now is not None:
-            self.stats.recorder.note_transfer(run, now)
+            self.stats.recorder.note_all_reduce(run, now)
         finish(run.all_reduce, run.flat, None, now)
 
     def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:

@@ -75,7 +75,7 @@ def test_best_cuts_fit_the_buckets() -> None:
     cluster = uniform_cluster((2, 4), [Level(name, link) for name, link in zip(LEVEL_NAMES, links, strict=False)])
     plan = best_cuts(cluster, "hierarchical", (1 << 20,) * 12, [0.01 * index for index in range(12)])
     assert plan.cuts[-1] == 12 and plan.sizes == (1 << 20,) * 12
-    plan.ends_transfer([1 << 20], 1 << 20)
+    plan.ends_all_reduce([1 << 20], 1 << 20)
 
 
 def test_a_line_through_two_predictions_gives_back_both() -> None:
