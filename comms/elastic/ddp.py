@@ -22,7 +22,7 @@ from gradwire.comms.bootstrap.placement import PeerInfo, cluster_of
 from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.config import Config
-from gradwire.comms.elastic.gradient_backup import GradientBackup, agree
+from gradwire.comms.elastic.gradient_backup import GradientBackup, equalize_decoders
 from gradwire.comms.elastic.group import ElasticGroup
 from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key
 from gradwire.comms.elastic.membership import Membership, View
@@ -401,13 +401,13 @@ class ElasticTraining(StepListener):
         self._leave_notes(made)
         return made.communicator
 
-    def agree(self, session: GradientSession) -> None:
+    def equalize_decoders(self, session: GradientSession) -> None:
         """Makes all ranks decode payloads identically, before the first all-reduce of a generation."""
         if self.resilient_ops is None or session.agrees:
             return
         compressor = session.compression.compressor if session.compression is not None else None
         if compressor is not None and (stores := planned(compressor).shared()):
-            agree(stores, self._state.names.numels(), session.communicator, self.resilient_ops.wait)
+            equalize_decoders(stores, self._state.names.numels(), session.communicator, self.resilient_ops.wait)
         session.agrees = True
 
     def complete_step(self) -> None:

@@ -88,7 +88,7 @@ class GradientBackup:
             promise.set_result(bucket.flat)
 
 
-def agree(
+def equalize_decoders(
     stores: Sequence[ElementStore],
     numels: Mapping[str, int],
     communicator: Communicator,

@@ -95,7 +95,7 @@ class ElasticHookState(HookState):
         connection.fusion.defers = self._backward.marks_last_bucket
         connection.grouping = connection.fusion if transfers is None else Resume(transfers, connection.fusion)
         for bucket in buckets:
-            self._elastic.agree(connection)
+            self._elastic.equalize_decoders(connection)
             super()._send(connection, bucket)
 
     def send_rest(self, connection: GradientSession) -> None:
@@ -145,7 +145,7 @@ class ElasticHookState(HookState):
         send = super()._send
 
         def start() -> None:
-            self._elastic.agree(connection)
+            self._elastic.equalize_decoders(connection)
             send(connection, arrived)
 
         return self._elastic.add(arrived, start)
