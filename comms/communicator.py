@@ -44,7 +44,7 @@ from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
 from gradwire.comms.run.executor import Executor
 from gradwire.comms.transport.groups import Groups, Transport, check_transport
 from gradwire.comms.transport.works import Waiting, wait_in_slices
-from gradwire.compressors.base import Compressor, Layout, Work, planned
+from gradwire.compressors.base import Compressor, Layout, Work, traits_of
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.host_summary import Hardware
 
@@ -460,7 +460,7 @@ class Communicator:
         in_use = self.rank_plans.plans()
         plans = dict.fromkeys(describe_plans(in_use, self.cluster.level_names))
         if self.compressor is not None:
-            plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
+            plans.update(dict.fromkeys(traits_of(self.compressor).report_lines()))
         links = (self.rank_plans.links.describe(), *describe_nics(self.peer_infos, self.config))
         totals = self.executor.stats.totals()
         return Report(
@@ -726,8 +726,8 @@ def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
 
     assert ranks.compressor is not None
     holds = whole or ranks.cluster.ranks(ranks.cluster.unit(ranks.rank, 0))[0] == ranks.rank
-    for compressor, part in planned(ranks.compressor).parts(layout):
-        for store in planned(compressor).shared():
+    for compressor, part in traits_of(ranks.compressor).parts(layout):
+        for store in traits_of(compressor).shared():
             with ranks.exclusive():
                 held = store.peek(part, ranks.device)
             ranks.sync_current_stream()
@@ -750,7 +750,7 @@ def _state_layouts(compressor: Compressor | None, *, loaded: bool, alike: bool =
         return None
     from gradwire.comms.migration import StateLayouts  # here: exact gradients leave nothing behind
 
-    return StateLayouts(planned(compressor).dtypes, loaded=loaded, alike=alike)
+    return StateLayouts(traits_of(compressor).dtypes, loaded=loaded, alike=alike)
 
 
 def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int] | None:

@@ -17,7 +17,7 @@ from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.resume import COLUMNS, to_rows
 from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.streams import LateFlag
-from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue, planned
+from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue, traits_of
 from gradwire.compressors.compiled import native
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
@@ -114,7 +114,7 @@ class Compression:
 
     def residual_norm(self) -> float:
         """Returns the norm of this rank's residuals, in units of the gradients without loss scale."""
-        return math.sqrt(planned(self.compressor).residual_square()) / (float(self.loss_scale.value) or 1.0)
+        return math.sqrt(traits_of(self.compressor).residual_square()) / (float(self.loss_scale.value) or 1.0)
 
     def take_saved_transfers(self) -> Tensor | None:
         """Returns the transfers of the last step before a checkpoint that was just loaded; None at any other time."""
@@ -178,7 +178,7 @@ class Compression:
             finite: Whether all averages of the step are finite; on CUDA a 0-dim bool tensor on the device.
             transfers: Layout of each all-reduce of the step, in the order in which they were started.
         """
-        planned(self.compressor).travelled(transfers, finite, self.left_alone)
+        traits_of(self.compressor).travelled(transfers, finite, self.left_alone)
         self.left_alone = ()
         self.compressor.end_step(finite)
 

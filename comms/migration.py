@@ -95,7 +95,7 @@ class StateLayouts:
     this process itself has trained is exchanged without a question, and in the first step there is nothing.
 
     Args:
-        dtypes: Dtypes of buckets that have state; see `Planned.dtypes`.
+        dtypes: Dtypes of buckets that have state; see `CompressorTraits.dtypes`.
         loaded: True if the state was loaded or comes from other ranks, so that its layouts are not known here.
         alike: True if the state was saved with the placement that ranks have now, so that each node has all the state
             that payloads are decoded with.

@@ -229,7 +229,7 @@ class Codec(Protocol):
         """
 
 
-class Planned:
+class CompressorTraits:
     """Properties of a compressor by which plans and executors are chosen, with the defaults for a plain one.
 
     Attributes:
@@ -299,8 +299,8 @@ class Planned:
         return []
 
 
-class _OfAnother(Planned):
-    """Default answers for a compressor that does not subclass `Planned`."""
+class _DefaultTraits(CompressorTraits):
+    """Default answers for a compressor that does not subclass `CompressorTraits`."""
 
     def __init__(self, compressor: "Compressor") -> None:
         self._compressor = compressor
@@ -312,9 +312,9 @@ class _OfAnother(Planned):
         return (self._compressor,)
 
 
-def planned(compressor: "Compressor") -> Planned:
-    """Returns the `Planned` interface of a compressor, with default answers if it has none."""
-    return compressor if isinstance(compressor, Planned) else _OfAnother(compressor)
+def traits_of(compressor: "Compressor") -> CompressorTraits:
+    """Returns the `CompressorTraits` interface of a compressor, with default answers if it has none."""
+    return compressor if isinstance(compressor, CompressorTraits) else _DefaultTraits(compressor)
 
 
 @runtime_checkable

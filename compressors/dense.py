@@ -41,7 +41,7 @@ class Dense(Stateful):
 
     @property
     def by_element(self) -> bool:
-        """See `Planned.by_element`."""
+        """See `CompressorTraits.by_element`."""
         return True
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
@@ -85,10 +85,10 @@ class WideSum(Dense):
 
     @property
     def by_element(self) -> bool:
-        """See `Planned.by_element`: False, because owners by the links' rates need sums in the buckets' own dtype."""
+        """See `CompressorTraits.by_element`: False; owners by the links' rates need sums in the buckets' own dtype."""
         return False
 
     @property
     def dtypes(self) -> Collection[torch.dtype]:
-        """See `Planned.dtypes`: float16 and bfloat16, which are widened."""
+        """See `CompressorTraits.dtypes`: float16 and bfloat16, which are widened."""
         return torch.float16, torch.bfloat16

@@ -110,7 +110,7 @@ class PowerSGD(Stateful):
 
     @property
     def has_owners(self) -> bool:
-        """See `Planned.has_owners`: True if factors are encoded, because owners then sum them."""
+        """See `CompressorTraits.has_owners`: True if factors are encoded, because owners then sum them."""
         return self.codec is not None
 
     def matrix(self, item: Slice) -> MatrixSlice | None:

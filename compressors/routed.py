@@ -10,9 +10,9 @@ from torch import Tensor
 from gradwire.compressors.base import (
     Collective,
     Compressor,
+    CompressorTraits,
     Layout,
     Member,
-    Planned,
     Request,
     Slice,
     StateDict,
@@ -21,7 +21,7 @@ from gradwire.compressors.base import (
     check_factor,
     check_finite,
     check_gradient,
-    planned,
+    traits_of,
 )
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.residual import ElementStore
@@ -90,7 +90,7 @@ def _selection(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Select
     return Selection(Layout(tuple(moved)), tuple(runs), tuple(sizes))
 
 
-class Routed(Planned):
+class Routed(CompressorTraits):
     """Compresses parameters that match a rule with the rule's compressor, and all others with a main one.
 
     Args:
@@ -118,7 +118,7 @@ class Routed(Planned):
 
     @property
     def by_element(self) -> bool:
-        """See `Planned.by_element`: True if it is true of all routes."""
+        """See `CompressorTraits.by_element`: True if it is true of all routes."""
         return all(isinstance(each, Stateful) and each.by_element for each in self.routes)
 
     def every(self) -> tuple[Compressor, ...]:
@@ -169,7 +169,7 @@ class Routed(Planned):
             compressor.end_step(finite)
 
     def shared(self) -> list[ElementStore]:
-        """See `Planned.shared`."""
+        """See `CompressorTraits.shared`."""
         return [store for each in self._compressors() if isinstance(each, Stateful) for store in each.shared()]
 
     def residual_square(self) -> float:
@@ -177,13 +177,13 @@ class Routed(Planned):
         return sum(each.residual_square() for each in self._compressors() if isinstance(each, Stateful))
 
     def report_lines(self) -> list[str]:
-        """See `Planned.report_lines`: one line of each compressor that has something to report."""
+        """See `CompressorTraits.report_lines`: one line of each compressor that has something to report."""
         return [note for each in self._compressors() if isinstance(each, Stateful) and (note := each.note())]
 
     def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
-        """See `Planned.travelled`."""
+        """See `CompressorTraits.travelled`."""
         for each in self._compressors():
-            planned(each).travelled(transfers, finite, left_alone)
+            traits_of(each).travelled(transfers, finite, left_alone)
 
     def retract_step(self) -> None:
         """See `Compressor.retract_step`."""

@@ -5,14 +5,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Layout, Planned, StateDict, StateRun, StateValue, check_factor, check_finite
+from gradwire.compressors.base import (
+    CompressorTraits,
+    Layout,
+    StateDict,
+    StateRun,
+    StateValue,
+    check_factor,
+    check_finite,
+)
 from gradwire.compressors.residual import ElementStore, Piece
 
 RESIDUAL_FIELDS = frozenset(("residual", "server", "total"))
 """Names of fields that hold compression errors or unsent gradients; all other fields hold averages."""
 
 
-class Stateful(Planned):
+class Stateful(CompressorTraits):
     """Keeps the state of one compressor on one rank: named element stores, the step count, and the model's parameters.
 
     A compressor derives from it and implements `partition`, `wire_nbytes`, `all_reduce` and `flush`. In a step it reads
@@ -49,7 +57,7 @@ class Stateful(Planned):
         self.step += 1 if isinstance(finite, Tensor) else int(finite)
 
     def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
-        """See `Planned.travelled`."""
+        """See `CompressorTraits.travelled`."""
         if left_alone:
             for store in self.fields.values():
                 store.pass_over(left_alone)

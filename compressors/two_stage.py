@@ -224,12 +224,12 @@ class TwoStage(Stateful):
 
     @property
     def keeps_residual(self) -> bool:
-        """See `Planned.keeps_residual`."""
+        """See `CompressorTraits.keeps_residual`."""
         return self.residual
 
     @property
     def has_owners(self) -> bool:
-        """See `Planned.has_owners`."""
+        """See `CompressorTraits.has_owners`."""
         return True
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:

@@ -233,7 +233,7 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
 
 
 def test_nobody_asks_for_a_class_of_another_folder() -> None:
-    """What differs between compressors, transports and groups they say themselves: see `Planned`, `Abortable`."""
+    """Compressors, transports and groups declare what differs between them: see `CompressorTraits`, `Abortable`."""
     folders: dict[str, Path] = {}
     for file in FILES:
         for node in body_of(file):
@@ -285,7 +285,7 @@ def is_factory(node: ast.AST) -> bool:
 
 
 def test_plans_ask_no_compressor_for_its_class() -> None:
-    """A compressor declares what plans go by: `Planned`."""
+    """A compressor declares what plans go by: `CompressorTraits`."""
     for file in (file for file in FILES if file.is_relative_to(ROOT / "comms" / "plan")):
         for node in nodes_of(file):
             if is_call_of(node, "isinstance") and "compressor" in ast.unparse(node.args[0]):

@@ -42,7 +42,7 @@ from gradwire.comms.run.all_reduces import Bucket, FutureTensor
 from gradwire.comms.session import GradientSession, SessionRanks
 from gradwire.comms.step.backward_tracker import BackwardTracker
 from gradwire.comms.step.listeners import MEMBERSHIP, RESIDUAL_NOTES, EndedStep, StepListener
-from gradwire.compressors.base import planned
+from gradwire.compressors.base import traits_of
 
 log = logging.getLogger("gradwire")
 
@@ -406,7 +406,7 @@ class ElasticTraining(StepListener):
         if self.resilient_ops is None or session.agrees:
             return
         compressor = session.compression.compressor if session.compression is not None else None
-        if compressor is not None and (stores := planned(compressor).shared()):
+        if compressor is not None and (stores := traits_of(compressor).shared()):
             equalize_decoders(stores, self._state.names.numels(), session.communicator, self.resilient_ops.wait)
         session.agrees = True
 

@@ -8,7 +8,7 @@ from gradwire.comms.links.estimates import Links
 from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.plan import ALL_REDUCE, Plan
 from gradwire.comms.plan.planner import candidate_plans, plan_all_reduce, presumed, with_reason
-from gradwire.compressors.base import Compressor, Layout, planned
+from gradwire.compressors.base import Compressor, Layout, traits_of
 
 if TYPE_CHECKING:
     from gradwire.comms.plan.payloads import Payloads
@@ -113,7 +113,7 @@ class PlanChooser:
             self._links.cluster, nbytes, name=self.plan_name, chunks=self.chunks, library=self.library
         )
         plan = with_reason(plan, self._why) if self._why else plan
-        sums = self._compressor is not None and planned(self._compressor).is_sum
+        sums = self._compressor is not None and traits_of(self._compressor).is_sum
         if self._compressor is not None and sums and self._links.cluster.size > 1:
             return with_reason(plan, f"{self._compressor.name} was asked for: it works between nodes alone. {plan.why}")
         if self._compressor is not None and layout is not None and self._links.cluster.size > 1:
@@ -221,7 +221,7 @@ class PlanChooser:
         if nodes > 1:
             plan_name = "leader" if self._asked_for == "leader" else "hierarchical"
             return priced(plan_name, nodes, "and works on what crosses between nodes.")
-        if planned(compressor).is_sum:
+        if traits_of(compressor).is_sum:
             return None
         if (
             self._asked_for != "auto"
@@ -248,4 +248,4 @@ class PlanChooser:
 
 
 def _is_by_element(compressor: Compressor | None) -> bool:
-    return compressor is not None and planned(compressor).by_element
+    return compressor is not None and traits_of(compressor).by_element

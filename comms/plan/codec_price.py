@@ -14,7 +14,7 @@ import torch
 
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice
 from gradwire.comms.transport.echo import EchoGroup
-from gradwire.compressors.base import Compressor, Layout, Slice, planned
+from gradwire.compressors.base import Compressor, Layout, Slice, traits_of
 from gradwire.topology.bandwidth import AMD_MEMORY, GIGABYTE, GPU_MEMORY
 
 if TYPE_CHECKING:  # compressors are loaded where one is priced: exact plans need none
@@ -181,8 +181,8 @@ def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> floa
     Returns:
         A part from 0 to 1; 0.0 if nothing is sent.
     """
-    sent = [(each, each.wire_nbytes(part, group_size)) for each, part in planned(compressor).parts(layout)]
-    owned = sum(nbytes for each, nbytes in sent if planned(each).has_owners)
+    sent = [(each, each.wire_nbytes(part, group_size)) for each, part in traits_of(compressor).parts(layout)]
+    owned = sum(nbytes for each, nbytes in sent if traits_of(each).has_owners)
     return owned / total if (total := sum(nbytes for _, nbytes in sent)) else 0.0
 
 

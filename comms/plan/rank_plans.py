@@ -24,7 +24,7 @@ from gradwire.comms.plan.schedule import (
     executable,
     member_shares,
 )
-from gradwire.compressors.base import Compressor, Layout, planned
+from gradwire.compressors.base import Compressor, Layout, traits_of
 from gradwire.topology.cluster import Cluster, Level
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ class RankPlans:
         plans = [self.chooser.plan(nbytes, None)]
         name = self.chooser.compressed_name()
         if name is not None and compressor is not None:
-            owned = any(planned(each).has_owners for each in planned(compressor).every())
+            owned = any(traits_of(each).has_owners for each in traits_of(compressor).every())
             phases = make_phases(self.cluster, name, compressor.name, owned=owned)
             plans.append(Plan(name, phases, 1, numel, 0.0, {}, ""))
         found: dict[LaneGroup, bool] = {}

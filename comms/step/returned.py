@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from gradwire.comms.step.listeners import StepListener
-from gradwire.compressors.base import Layout, planned
+from gradwire.compressors.base import Layout, traits_of
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -139,7 +139,7 @@ class ReturnedGradients(StepListener):
         """Returns for each parameter of a layout whether the compressor keeps its momentum."""
         folded = {
             item.name
-            for compressor, part in planned(self._compression.compressor).parts(layout)
+            for compressor, part in traits_of(self._compression.compressor).parts(layout)
             if getattr(compressor, "momentum", 0.0)
             for item in part.slices
         }
@@ -190,7 +190,7 @@ class ReturnedGradients(StepListener):
 
 def keeps_momentum(compression: "Compression") -> bool:
     """Returns whether a compressor keeps the optimizer's momentum, for at least some parameters."""
-    return any(getattr(each, "momentum", 0.0) for each in planned(compression.compressor).every())
+    return any(getattr(each, "momentum", 0.0) for each in traits_of(compression.compressor).every())
 
 
 def _remove(handles: "dict[int, RemovableHandle]") -> None:

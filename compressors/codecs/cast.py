@@ -92,7 +92,7 @@ class Cast(TwoStage):
 
     @property
     def by_element(self) -> bool:
-        """See `Planned.by_element`."""
+        """See `CompressorTraits.by_element`."""
         return not self.residual
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:

@@ -126,7 +126,7 @@ class OneBit(TwoStage):
             self.fields["scale"] = self.scale
 
     def shared(self) -> Sequence[ElementStore]:
-        """See `Planned.shared`: the scales, and the sums that they are made of."""
+        """See `CompressorTraits.shared`: the scales, and the sums that they are made of."""
         return () if self.scale is None else (self.scale,)
 
     def scales_of(self, layout: Layout, device: torch.device) -> Tensor | None:

@@ -33,7 +33,7 @@ from gradwire.compressors.base import (
     Layout,
     Member,
     Request,
-    planned,
+    traits_of,
 )
 from gradwire.compressors.optim.fit import take_momentum
 from gradwire.compressors.registry import Option, options_of
@@ -263,7 +263,7 @@ def sent_nbytes(compressor: Compressor, layout: Layout, nodes: int, update: int)
         update: Number of the update, from 0.
     """
     found = 0
-    for each, part in planned(compressor).parts(layout):
+    for each, part in traits_of(compressor).parts(layout):
         # The start of dgc is not dense: it sends more of the gradient.
         dense = not each.name.startswith("dgc") and update < getattr(each, "warmup_steps", 0)
         found += 4 * part.numel if dense else each.wire_nbytes(part, nodes)
