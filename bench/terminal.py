@@ -1,7 +1,7 @@
 """Shared output of all commands: progress on a terminal, plain text of any width in a pipe, JSON on request.
 
 Progress goes to stderr, so that stdout has the result only. On a terminal it is a bar, or a line that is overwritten;
-elsewhere, commands that take minutes print a line now and then.
+elsewhere, commands that take minutes print a line from time to time.
 """
 
 import argparse

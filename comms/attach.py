@@ -154,7 +154,7 @@ def load_own(state: HookState, place: str, load: Callable[[str], dict[str, objec
     """Restores what `save_own` has written; all ranks of the default group call it.
 
     Args:
-        state: State of the hook; restored in place. If no rank has a file, it starts anew, with a warning if it has a
+        state: State of the hook; restored in place. If no rank has a file, it stays empty, with a warning if it has a
             compressor.
         place: Prefix of the files' paths; see `rank_file`.
         load: Reads the file at a path; raises FileNotFoundError if there is none.

@@ -521,7 +521,7 @@ class Communicator:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether nothing writes to tensors of earlier all-reduces any more, after `close`."""
+        """Whether no thread writes to tensors of earlier all-reduces after `close`."""
         return self.executor.has_ended and self._groups.drained
 
     @property

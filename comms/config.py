@@ -202,7 +202,7 @@ class Planning:
 
     @property
     def host(self) -> str | None:
-        """Name of the node without the units above it; None stands for the host's name."""
+        """Name of the node without the units above it; None takes the host's name."""
         return (self.hostname or "").rpartition("/")[2] or None
 
     @property
@@ -312,7 +312,7 @@ class Fusing:
 
     @property
     def learns_cuts(self) -> bool:
-        """Whether the first steps are measured to find which buckets should travel together."""
+        """Whether the first steps are measured to find which buckets to all-reduce together."""
         return self.cuts_file is not None or str(self.fusion).startswith(AUTO_FUSION)
 
     @property

@@ -2,7 +2,7 @@
 
 
 class PeerError(RuntimeError):
-    """Raised if a peer exited, did not come within the timeout, or aborted. The group cannot be used any more.
+    """Raised if a peer exited, did not come within the timeout, or aborted. The group cannot be used afterwards.
 
     Args:
         message: Text of the error.

@@ -27,7 +27,8 @@ class FusionPlan:
         threshold_nbytes: Bytes at which an all-reduce ends if there are no cuts for these sizes; 0 reduces each bucket
             alone.
         piece_nbytes: Size above which a bucket is cut into several all-reduces; 0 leaves buckets whole.
-        delayed: Nothing travels before the step's last bucket has come; then all buckets of a dtype travel together.
+        delayed: True sends nothing before the step's last bucket has arrived; then all buckets of a dtype are one
+            all-reduce.
     """
 
     cuts: tuple[int, ...] = ()
@@ -177,7 +178,7 @@ class Fusion:
         return launches
 
     def _pieces(self, bucket: Bucket) -> list[AllReduce]:
-        """Returns the all-reduces of one bucket that travels alone: one, or one for each piece that it is cut into."""
+        """Returns the all-reduces of one bucket that is not fused: one, or one for each piece that it is cut into."""
         if not self._plan.cuts_up(bucket.flat):
             return [AllReduce((bucket.flat,), bucket.layout, (bucket,))]
         runs = self._plan.pieces(bucket.flat)
@@ -188,14 +189,14 @@ class Fusion:
         ]
 
     def _joined(self, group: list[Bucket]) -> AllReduce:
-        """Returns one all-reduce of several buckets, which travel end to end."""
+        """Returns one all-reduce of several buckets, which are sent end to end."""
         layouts = tuple(bucket.layout for bucket in group if bucket.layout is not None)
         layout = _joined_layout(layouts) if len(layouts) == len(group) else None
         return AllReduce([bucket.flat for bucket in group], layout, group, self._pool)
 
 
 def _alike(first: Bucket, other: Bucket) -> bool:
-    """Returns whether two buckets may travel together: they have one dtype and device, and both or neither a layout."""
+    """Returns whether two buckets may be all-reduced as one: equal dtype and device, and both or neither a layout."""
     same = first.flat.dtype == other.flat.dtype and first.flat.device == other.flat.device
     return same and (first.layout is None) == (other.layout is None)
 

@@ -85,7 +85,7 @@ def refuse_odd_scale(scale: float) -> None:
     """Refuses a saved loss scale that is negative, infinite or NaN.
 
     Args:
-        scale: Loss scale in a saved state; 0 stands for none.
+        scale: Loss scale in a saved state; 0 if it has none.
 
     Raises:
         ValueError: It is refused.

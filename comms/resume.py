@@ -24,7 +24,7 @@ number of elements."""
 
 
 def to_rows(transfers: Sequence[Layout]) -> Tensor:
-    """Encodes which elements travelled in which transfer as a tensor that a state dict may hold.
+    """Encodes which elements were in which all-reduce as a tensor that a state dict may hold.
 
     Args:
         transfers: Layout of each all-reduce of a step, in the order in which they were started.
@@ -101,7 +101,8 @@ class Resume:
     def _all(self) -> list[AllReduce]:
         """Returns the all-reduces of the collected buckets, as the saved step had them; empty at the second call.
 
-        If the parameters are others than in the saved step, a warning is logged, and each bucket travels alone.
+        If the parameters differ from those of the saved step, a warning is logged, and each bucket is an all-reduce of
+        its own.
         """
         if self._done:
             return []

@@ -720,7 +720,7 @@ class GradientState(TrainingState[S]):
         """Makes the next step send uncompressed, with every residual added; afterwards all residuals are zero.
 
         Call it on all ranks before the same step, for example before a checkpoint that is to be loaded on other ranks.
-        That step also sends the weights of a sharded model exactly, if they travel as differences: call it after
+        That step also sends the weights of a sharded model exactly, if they are sent as differences: call it after
         weights were changed by hand.
 
         Raises:

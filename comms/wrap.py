@@ -1,4 +1,4 @@
-"""Wraps a module in DDP with small buckets, so that gradwire decides which of them travel together, step by step."""
+"""Wraps a module in DDP with small buckets, so that gradwire decides which of them to all-reduce together."""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

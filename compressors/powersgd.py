@@ -182,7 +182,7 @@ class PowerSGD(Stateful):
         self._staged_factors.clear()
 
     def _keep_factors(self, parts: _Parts, flat: Tensor) -> None:
-        """Stores the new Q of a shard, and drops buffers from which no Q is used any more.
+        """Stores the new Q of a shard, and drops buffers from which no Q is in use.
 
         Args:
             parts: Parts of the shard.

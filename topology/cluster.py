@@ -317,7 +317,7 @@ class Cluster:
 
 
 def uniform_cluster(counts: Sequence[int], levels: Sequence[Level]) -> Cluster:
-    """Returns a cluster whose units of a level are all alike and whose ranks are contiguous.
+    """Returns a cluster whose units of a level are all equal and whose ranks are contiguous.
 
     Args:
         counts: Ranks in a node, nodes in a rack, racks in a region, ...: innermost first, one number for each level.

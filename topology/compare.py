@@ -28,7 +28,7 @@ class RankPlacement:
 def compare(machines: Sequence[Machine], placements: Sequence[RankPlacement]) -> list[str]:
     """Compares the nodes of a cluster and the placement of its ranks; returns one sentence for each finding.
 
-    The list is empty if all nodes are alike and all ranks are well placed.
+    The list is empty if all nodes are equal and all ranks are well placed.
 
     Args:
         machines: Descriptions of the nodes, in the order that `RankPlacement.node` counts.

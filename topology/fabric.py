@@ -66,7 +66,7 @@ def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | No
     """Returns the properties of a node's GPUs and network on which NCCL's cost model depends.
 
     Args:
-        machine: One of the nodes, which are taken to be alike.
+        machine: One of the nodes, which are taken to be equal.
         network: Kind of network to assume instead of that of the machine's own NICs. The place of such a NIC in the
             machine is unknown, so LL128 is taken to be off. None uses the machine's NICs.
 

@@ -1,6 +1,6 @@
 """The two numbers that a planner needs about each level of a machine: bytes per second, and seconds per message.
 
-Bandwidths are NCCL's usable figures, not data-sheet ones. A number that nobody published or measured is None; the
+Bandwidths are NCCL's usable figures, not data-sheet ones. A number that was neither published nor measured is None; the
 caller then has to give it (or to measure).
 """
 

@@ -85,7 +85,7 @@ class KernelInputs:
         device: Device of the tensors.
         numel: Elements of the gradient, at least 1.
         factor: Factor of all values; 1e-41 makes them subnormal.
-        alike: Whether values and payloads are made on the CPU, so that all devices get the same bits. If not, they are
+        alike: True makes values and payloads on the CPU, so that all devices get the same bits. If not, they are
             made on `device`, which is faster for large tensors.
     """
 

@@ -3,7 +3,7 @@
 Torch calls a group from C++ as well: functional collectives (DTensor, torch.compile) and DDP's reducer do. Its
 trampoline takes the GIL, looks for a method in Python and, where there is none, runs C++'s own while it holds the GIL.
 That can wait for ever (seen on torch 2.13): gloo's queue has a mutex, and a thread of gloo holds it while it frees a
-work that nobody else holds any more; the work's tensors have Python objects, so freeing them takes the GIL. Torch's
+work to which nothing else refers; the work's tensors have Python objects, so freeing them takes the GIL. Torch's
 Python bindings release the GIL. So every method that the trampoline knows exists here, and calls the inner group's
 binding.
 """
@@ -74,7 +74,7 @@ def _pass_on(
         named: Keyword arguments of the call.
 
     Returns:
-        The work; its end copies the results back into the outputs if copies of them travelled.
+        The work; its end copies the results back into the outputs if copies of them were sent.
     """
     moves, flat = not reduces(name), name.startswith(WHOLE_AND_PART)
     written, read = Packing(moves, flat), Packing(moves, flat)
@@ -129,7 +129,7 @@ def _delegate(
 
 
 class DelegatingGroup(dist.ProcessGroup):
-    """Delegates every collective, under all its names in torch 2.13 to 2.15; strided CPU tensors travel as copies.
+    """Delegates every collective, under all its names in torch 2.13 to 2.15; strided CPU tensors are sent as copies.
 
     Args:
         inner: Torch's group of the same ranks, with backends for all devices.

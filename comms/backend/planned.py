@@ -27,7 +27,7 @@ SUMMED = frozenset(
 class PlannedAllReduce:
     """Sums and averages by a plan: one rank's communicators, one for each device type.
 
-    The one for the CPU is made at once: it finds out who shares a node with whom. The one for CUDA is made at the first
+    The one for the CPU is made at once: it finds out which ranks share a node. The one for CUDA is made at the first
     sum of a CUDA tensor, which is on the device that the rank has chosen by then.
 
     Args:
@@ -104,7 +104,7 @@ class PlannedAllReduce:
 
         Args:
             tensors: Dense, of one dtype and device; the same shapes in the same order on all ranks. Changed in place;
-                several travel end to end as one.
+                several are sent end to end as one.
             scale: Factor on every rank's contribution; 1 for integers.
 
         Returns:

@@ -287,7 +287,7 @@ def together(futures: Sequence[FutureTensors]) -> FutureTensors:
 
 
 def _as_lies(tensor: Tensor) -> Tensor | None:
-    """Returns a 1-D view of a tensor's memory; None if a copy must travel instead.
+    """Returns a 1-D view of a tensor's memory; None if a copy must be sent instead.
 
     That is so for a tensor that is not contiguous, is a lazy conjugate or negative, or was made in inference mode (so
     that other threads may not write to it).

@@ -169,7 +169,7 @@ class GradwireGroup(DelegatingGroup):
         return self._store
 
     def own_work(self, name: str, arguments: Sequence[object]) -> dist.Work | None:
-        """Starts a collective that gradwire runs faster than the inner group; decided alike on all ranks.
+        """Starts a collective that gradwire runs faster than the inner group; all ranks decide the same.
 
         These are sums by a plan and, of CPU tensors, broadcast, all-gather and reduce-scatter: through shared memory on
         one node, by a plan on several.
@@ -277,7 +277,7 @@ class GradwireGroup(DelegatingGroup):
     splitGroup = split_group
 
     def abort(self) -> None:
-        """Wakes all ranks that wait in this group with an error; the group cannot be used any more."""
+        """Wakes all ranks that wait in this group with an error; the group cannot be used afterwards."""
         reason = f"rank {self.rank()} has aborted the process group {self.group_name}"
         for part in (self._planned, self._node):
             if part:

@@ -4,7 +4,7 @@ ProcessGroupGloo of torch 2.13 reads and writes `numel` elements from a tensor's
 gaps are summed and sent too, and wrong elements are added up where strides differ between ranks. So a strided tensor
 travels as a contiguous copy. Whether one is made concerns this rank alone: what goes over the wire is the same.
 
-Tensors that are only moved, not added, may have any dtype: one that gloo does not know travels as bytes.
+Tensors that are only moved, not added, may have any dtype: one that gloo does not know is sent as bytes.
 """
 
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ class Packing:
     CUDA tensors are left as they are: NCCL refuses strided ones itself.
 
     Attributes:
-        moves: True if the collective only moves tensors, so that they may travel as bytes.
-        flat: True if the collective does not look at shapes, so that tensors travel as 1-D.
-        copies: (tensor, its contiguous copy) of each tensor that travels as a copy.
-        changes: True if anything but the tensor itself travels for at least one of them.
+        moves: True if the collective only moves tensors, so that they may be sent as bytes.
+        flat: True if the collective does not look at shapes, so that tensors are sent as 1-D.
+        copies: (tensor, its contiguous copy) of each tensor that is sent as a copy.
+        changes: True if a view or copy is sent in place of at least one of them.
     """
 
     moves: bool = False
@@ -48,7 +48,7 @@ class Packing:
         return argument
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        """Returns what travels in place of a dense CPU tensor: itself, a view, or a view of a copy."""
+        """Returns the tensor that is sent in place of a dense CPU tensor: itself, a view, or a view of a copy."""
         packed = plain(tensor)
         if packed is not tensor:
             self.copies.append((tensor, packed))
@@ -60,7 +60,7 @@ class Packing:
         return packed
 
     def copy_back(self) -> None:
-        """Overwrites each tensor that travelled as a copy with the content of its copy."""
+        """Overwrites each tensor that was sent as a copy with the content of its copy."""
         for tensor, copy in self.copies:
             overwrite(tensor, copy)
 

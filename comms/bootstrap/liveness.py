@@ -75,7 +75,7 @@ class Heartbeat:
     """Sends heartbeats to the neighbours, and reports a neighbour that sends none: its process may be stopped.
 
     A thread of its own sends them, so that they go on while the ring's thread waits for the store. If that thread was
-    held up, the whole process was, or its machine. The neighbours may have been, too, and get their time anew.
+    held up, the whole process was, or its machine. The neighbours may have been, too, and their time starts again.
 
     Args:
         rank: This rank.
@@ -232,7 +232,7 @@ class LivenessRing:
     def poll_closed(self) -> None:
         """Add ranks whose connections have ended to `closed`, without waiting for any.
 
-        Only for the ring's thread, from `on_failure` on, when the ring itself reads nothing any more.
+        Only for the ring's thread, from `on_failure` on, when the ring itself no longer reads.
         """
         assert self._connections.selector is not None
         for key, _ in self._connections.selector.select(0):

@@ -1,6 +1,6 @@
 """Accepts connections that have not identified themselves yet, bounded in number and in time.
 
-Any host on the job's network can connect and send nothing, send a byte now and then, or connect ten thousand times.
+Any host on the job's network can connect and send nothing, send single bytes slowly, or connect ten thousand times.
 None of that may delay the ranks of the job, or use up the file descriptors that the process needs.
 """
 

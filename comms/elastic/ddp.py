@@ -152,7 +152,7 @@ class ElasticTraining(StepListener):
 
     Args:
         state: Hook state that averages the model's gradients; it is not kept alive.
-        extra_state: Objects whose state a joining process receives, such as the optimizer; empty: nobody can join.
+        extra_state: Objects whose state a joining process receives, such as the optimizer; empty: no process can join.
         on_membership_change: Called after a step with the ranks before and after a change; None: nothing is called.
 
     Attributes:

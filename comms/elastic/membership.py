@@ -467,7 +467,7 @@ class Membership:
     def _has_gone(self, generation: "_Generation", rank: int, *, ask: bool) -> bool:
         """Probes a rank that is silent during the vote, and publishes in the store that it is gone if it is.
 
-        It is gone if its connection with this rank has ended and nothing listens at its port any more, or if this
+        It is gone if its connection with this rank has ended and nothing listens at its port, or if this
         host's kernel says that its process has ended. A rank that has finished the vote closes its connections too, but
         then the list of members exists, and it does not count as gone.
 

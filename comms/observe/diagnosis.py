@@ -112,7 +112,7 @@ class Stuck:
         seconds: Time for which they have waited.
         waiting: Ranks that have issued it.
         missing: Ranks that have not.
-        silent: Ranks that do not publish anything any more, or never did.
+        silent: Ranks that no longer publish anything, or never did.
     """
 
     group: str
@@ -132,7 +132,7 @@ def find_stuck(
         group: Name of the sequence.
         ranks: Ranks that take part in it.
         positions: Rank -> its newest position; a rank that is neither here nor silent has not issued anything.
-        silent: Ranks that do not publish anything any more. Their positions are out of date.
+        silent: Ranks that no longer publish anything. Their positions are out of date.
     """
     waiting = {
         rank: at for rank, at in positions.items() if rank in ranks and at.waits_in is not None and rank not in silent

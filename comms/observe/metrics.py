@@ -196,7 +196,7 @@ class Metrics:
         self._export(report())
 
     def _export(self, report: Exported) -> None:
-        """Replaces the text that is served and the file; after a failed write, the file is not written any more."""
+        """Replaces the text that is served and the file; after a failed write, the file is no longer written."""
         self._text = report.to_prometheus()
         if self._file is not None:
             try:

@@ -9,7 +9,7 @@ entered a phase last: it waited for no other rank, so all of its time is the lin
 
 Packet loss is an exception: the last message of a bucket may reach one rank a second after the others have the sum.
 That rank then waits longer, and arrives later in the next step, without a fault in either. Over many steps this
-happens to all ranks alike. A single long wait is therefore explained not by waits but by the time that each rank took
+happens to all ranks equally. A single long wait is therefore explained not by waits but by the time that each rank took
 by itself: from the end of the previous step, on its own clock, to the bucket's arrival.
 
 **What is sent.** Every `SUMMARY_STEPS` steps (less often if steps are short) each rank sends a summary of four numbers.

@@ -469,7 +469,7 @@ class FragmentAveraging:
     def _take_back(self, fragment: Fragment, flat: Tensor) -> None:
         """Adds the residual to a pseudo-gradient.
 
-        Used by the last worker, which sends nothing any more: the residual would be lost otherwise. The next commit
+        Used by the last worker, which no longer sends: the residual would be lost otherwise. The next commit
         clears it.
 
         Args:
@@ -518,7 +518,7 @@ class FragmentAveraging:
 
         Args:
             fragment: Fragment of the exchange.
-            pending: The exchange; its pseudo-gradient is computed anew if it is started again.
+            pending: The exchange; its pseudo-gradient is computed again if it is restarted.
             begun: Number of exchanges that this rank has begun.
 
         Returns:

@@ -219,7 +219,7 @@ def measured_price(
         together: Called before the rounds of each size; returns when all ranks of this machine have called it, so that
             they share its cores as in training. The default does not wait.
         agree: Function from processor seconds and part of a core to wall-clock seconds, as `alone`; may return one
-            value for all ranks, so that all plan alike.
+            value for all ranks, so that all choose the same plan.
         make: Makes the compressor; None takes the one of that name with default options.
     """
     if name == EXACT.name:

@@ -80,7 +80,7 @@ class Pool:
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Returns a buffer of `take` to the pool; nothing may read or write it any more.
+        """Returns a buffer of `take` to the pool; nothing may read or write it afterwards.
 
         Args:
             buffer: The buffer.

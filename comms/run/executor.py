@@ -180,7 +180,7 @@ class Executor(ABC):
     @property
     @abstractmethod
     def has_ended(self) -> bool:
-        """Whether all of its threads have ended, so that no gradient is read or written any more."""
+        """Whether all of its threads have ended, so that no gradient is read or written from now on."""
 
     @property
     def failure(self) -> CollectiveError | None:

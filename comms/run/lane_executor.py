@@ -1,8 +1,8 @@
 """One thread serves each lane on a CPU, takes the chunk whose turn it is, and issues its collectives phase by phase.
 
-A chunk stays in the lane it is in as long as its collectives are done when they return (shared memory); after an
-asynchronous phase it goes on in the next lane, which waits for what is under way. All of that is in the plan, so all
-ranks hop alike, also those that have nothing to send in a phase.
+A chunk stays in its lane as long as its collectives are done when they return (shared memory). After an asynchronous
+phase it continues in the next lane, which waits for the collectives in flight. Lane changes depend on the plan only, so
+all ranks change lanes at the same points, also those that have nothing to send in a phase.
 """
 
 import threading

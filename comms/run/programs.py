@@ -268,7 +268,7 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
         collectives: Collectives, the same on all ranks in the same order.
 
     Raises:
-        RuntimeError: One could not be issued. On NCCL the transport cannot be used any more.
+        RuntimeError: One could not be issued. On NCCL the transport cannot be used afterwards.
     """
     # The usual case first: a single collective with equal parts.
     if len(collectives) == 1 and not collectives[0].bounds:

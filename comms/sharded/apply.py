@@ -72,7 +72,7 @@ def apply(
             gradients are averaged by the cheapest plan, or compressed. None: there is no second dimension, or torch
             averages over it (a two-dimensional mesh was given to `fully_shard`). It can be left out if all of the
             model is replicated: then it is the mesh of `replicate()`.
-        shards: Format in which gradients travel between nodes in the reduce-scatter over the ranks that share
+        shards: Format in which gradients are sent between nodes in the reduce-scatter over the ranks that share
             parameters: "exact", "bf16", "int8", "int4" or "waterfill4". On CPUs an exact reduce-scatter follows a plan
             of gradwire's where that beats the library, on whatever backend; on CUDA, and with `plan="flat"`, it is
             torch's own. With a format of fewer bits gradients
@@ -80,8 +80,8 @@ def apply(
             `plan="flat"` takes each rank for a node. Rounding to int8 and int4 is random and without bias, and no
             residual is kept; the compression error of waterfill4 is added to the next sum, and kept as N - 1 float32
             rows of the size of this rank's shards, of N nodes.
-        weights: Format in which weights travel between nodes in the all-gather: "exact" (see `shards`), "bf16", "int8"
-            or "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay exact.
+        weights: Format in which weights are sent between nodes in the all-gather: "exact" (see `shards`), "bf16",
+            "int8" or "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay exact.
             waterfill4 sends differences from the weights sent last, for which this rank keeps N float32 rows of the
             size of its shards; the first all-gather is exact, and those of the backward pass send nothing between
             nodes. Call `flush()` on all ranks after weights were changed by hand: the next all-gather is exact.
@@ -90,7 +90,7 @@ def apply(
         **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
             the environment. A rule in `rules` that leaves a parameter dense holds for `shards` and `weights` too, and
             goes by the parameter's whole shape; vectors and the smallest matrices are always dense. Refused are
-            `fusion` and `probe`, because FSDP2's parameter groups decide what travels together; options that change
+            `fusion` and `probe`, because FSDP2's parameter groups decide what is sent together; options that change
             the sum (`average`, `reduction`, ...); `elastic` and `join`, because a lost rank's shards are lost.
 
     Returns:
@@ -195,7 +195,7 @@ class ShardLinks:
         reporter: Reports a rank failure to all ranks of the grid.
         torchs: Orders the launches of torch's collectives and gradwire's on one CUDA device; None on a CPU, and where
             only torch launches collectives.
-        few_bits: Whether gradients or weights travel in fewer bits between nodes.
+        few_bits: Whether gradients or weights are sent in fewer bits between nodes.
 
     Attributes:
         made: Ranks of a group, in the default group -> its link.

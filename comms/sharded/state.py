@@ -199,7 +199,7 @@ class FsdpState(GradientState[AveragingSession]):
         """Stops the threads, releases shared memory and restores torch's own collectives.
 
         A model of `replicate()` can be trained on with torch's collectives. A sharded one can still be evaluated; if it
-        had `replicas`, it cannot be trained on, because nobody averages over them. Also runs when the model is
+        had `replicas`, it cannot be trained on, because nothing averages over them. Also runs when the model is
         collected, and at exit.
         """
         self._check_no_optimizers(self._names)
@@ -418,7 +418,7 @@ class FsdpState(GradientState[AveragingSession]):
         """Waits for the averages in flight; on CUDA the current stream waits, and the host does not.
 
         Raises:
-            RuntimeError: One of them failed; none is in flight any more.
+            RuntimeError: One of them failed; none is in flight afterwards.
         """
         under_way, self._under_way = self._under_way, []
         compresses = self._connection is not None and self._connection.compression is not None

@@ -5,8 +5,8 @@ that an optimizer calls more than once average several gradients per step, of wh
 decays several times per step, and holds gradients that no step has used. `zero_grad()` between the passes does not
 help.
 
-A pass without a step is normal now and then: a GradScaler skips steps, and a script may skip a batch. So training is
-refused only after `MOST_STEPS` steps in a row.
+A single pass without a step is normal: a GradScaler skips steps, and a script may skip a batch. So training is refused
+only after `MOST_STEPS` steps in a row.
 """
 
 import weakref

@@ -175,7 +175,8 @@ class SpeedBatchSampler(Sampler[list[int]]):
         adapt: Whether shares follow the measured speeds. If not, they stay equal, or as loaded.
 
     Raises:
-        ValueError: `state` weighs all ranks alike; or there are fewer samples in `dataset` or `batch_size` than ranks.
+        ValueError: `state` gives all ranks the same weight; or `dataset` or `batch_size` has fewer samples than there
+            are ranks.
         RuntimeError: `state` has no model yet.
     """
 

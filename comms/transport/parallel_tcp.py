@@ -677,7 +677,7 @@ class Streams:
         Chunks that it sent over other connections may still be on their way.
 
         Raises:
-            Ended: Bytes that this rank waits for cannot arrive any more.
+            Ended: Bytes that this rank waits for can no longer arrive.
         """
         self._poll.unregister(connection.socket)
         connection.is_open = False
@@ -729,7 +729,7 @@ def closed_by(rank: int) -> str:
 
 
 class Ended(Exception):
-    """Raised in the background thread when a connection cannot be used any more; the text is the reason."""
+    """Raised in the background thread when a connection has become unusable; the text is the reason."""
 
 
 class _Pending:

@@ -127,7 +127,7 @@ class Analyzer:
     def _read_groups(self) -> None:
         """Reads the hosts and groups of all ranks again, if a host is not known or a status has an unknown group.
 
-        With other groups than before, the detection of stragglers starts anew.
+        With other groups than before, the detection of stragglers starts again from nothing.
         """
         names = {name for status in self._statuses.values() for name in status.groups}
         if names <= set(self._members) and len(self._hosts) == self._store.size:

@@ -4,8 +4,8 @@ Torch's flight recorder does not record gloo's messages. So while a watch runs, 
 `Work.wait`, note their calls; nothing else is changed. `bench/studies/watch/cost.py` measures the cost.
 
 **Channels.** The messages of a group from one rank to another form a channel. They are numbered in the order in which
-each of the two ranks issues them, which is how gloo matches them if both sides use tags alike. A channel is diagnosed
-like a group of two ranks.
+each of the two ranks issues them, which is how gloo matches them if both sides use the same tags. A channel is
+diagnosed like a group of two ranks.
 
 **Stragglers.** The measure is how long a rank's threads were in `wait` for messages of the group, in any channel: of
 two neighbours, the one that waited less is behind, by the difference. In a balanced pipeline all stages wait equally

@@ -75,7 +75,7 @@ def waterfill_widths(below: Tensor, words: int, least: int) -> Tensor:
 
     One more bit quarters a block's squared error. So each next word goes to the block with the largest error, and a
     block of twice the scale gets one bit more. Of blocks with the same error the first ones come first. Sender and
-    receiver compute this alike, with integers.
+    receiver compute the same widths, with integers.
 
     Args:
         below: (groups, blocks) int64: how many eighths of an octave each block's scale lies below its group's largest,

@@ -252,7 +252,7 @@ class _Runs:
             self.show(len(self.found[-1].records[0]))
 
     def show(self, step: int) -> None:
-        """Move the bar to a step of the run under way."""
+        """Moves the bar to a step of the running configuration."""
         number, name = len(self.found), self.found[-1].name
         self._progress.update(self._task, completed=(number - 1) * self._steps + step, description=name)
         self._lines.say(

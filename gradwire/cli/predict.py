@@ -239,7 +239,7 @@ def build_parser() -> CommandParser:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Read the number of ranks: of all nodes alike, `2`, or of each node, `2,1`."""
+    """Reads the number of ranks: one for all nodes, `2`, or one for each node, `2,1`."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS_OF_A_NODE for word in words):
         raise argparse.ArgumentTypeError(

@@ -101,7 +101,7 @@ def opened_capture(path: Path, say: Say = lambda _: None) -> Iterator[Capture]:
 
     Args:
         path: A tar.gz that `write_capture` wrote.
-        say: Function that is called now and then with the number of unpacked files.
+        say: Function that is called repeatedly with the number of unpacked files.
 
     Raises:
         CaptureError: It is no capture, or holds paths out of its root, links, devices, too much, or too much for

@@ -69,7 +69,7 @@ def opened_host(inputs: HostInputs, say: Say = lambda _: None) -> Iterator[Host]
 
     Args:
         inputs: Options of the command line.
-        say: Function that is called now and then with a line about the progress.
+        say: Function that is called repeatedly with a line about the progress.
 
     Raises:
         SourceError: An input is missing, unreadable or not what its option wants.

@@ -177,7 +177,7 @@ def read_nccl_log(path: Path, say: Callable[[str], None] = lambda _: None) -> Nc
 
     Args:
         path: A regular file.
-        say: Function that is called now and then with a line about the progress.
+        say: Function that is called repeatedly with a line about the progress.
 
     Raises:
         OSError: The file cannot be read.
