@@ -138,7 +138,7 @@ def _check_switch(options: object, name: str, what: str) -> None:
     Args:
         options: Object with the options as attributes.
         name: Name of the option.
-        what: What is wanted, in words for the error.
+        what: Allowed values, as text for the error.
 
     Raises:
         TypeError: The option is refused.
@@ -607,7 +607,7 @@ def asks(name: str, value: object) -> bool:
 
     Args:
         name: Name of the option.
-        value: Its value.
+        value: Value of the option.
     """
     if name == "probe":
         return value is True

@@ -245,7 +245,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
         Args:
             bucket: Bucket from DDP.
-            flat: Its gradients, dense or sparse.
+            flat: Gradients of the bucket, dense or sparse.
             connection: The connected ranks.
             now: Time of the bucket's arrival; None if arrivals are not timed in this step.
 
@@ -272,7 +272,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
         Args:
             bucket: Bucket from DDP.
-            sparse: Its gradients, in layout torch.sparse_coo.
+            sparse: Gradients of the bucket, in layout torch.sparse_coo.
             connection: The connected ranks.
 
         Returns:

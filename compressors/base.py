@@ -288,8 +288,8 @@ class CompressorTraits:
 
         Args:
             transfers: Layouts that were exchanged, those of all ranks.
-            finite: As for `end_step`. A tensor takes effect at the end of the next step, unless the step was retracted
-                until then.
+            finite: Whether all averages of the step are finite; see `end_step`. A tensor takes effect at the end of the
+                next step, unless the step was retracted until then.
             left_alone: Names of parameters whose averages are not used: their stored state is kept, and what was
                 staged of them is dropped.
         """

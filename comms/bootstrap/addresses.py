@@ -57,7 +57,7 @@ class HostAddress:
     """An address of a network interface.
 
     Attributes:
-        index: Of the interface.
+        index: Number of the interface in the kernel (`if_nametoindex`).
         address: IPv4 or IPv6.
         prefix: Bits that all of its network share.
     """

@@ -56,7 +56,7 @@ class Agreement:
         size: Number of ranks.
         name: Prefix of the keys, unique in the store.
         timeout: Time to wait for the other ranks.
-        must: What all ranks must do, for the error message of `gather`: "all ranks must ...".
+        must: End of the sentence "all ranks must ..." in the error message of `gather`.
         find_exited: Finds ranks that have exited, so that they are not waited for; None disables that check.
         names: Numbers of the ranks in messages, if they differ from those here.
 
@@ -149,7 +149,8 @@ class Agreement:
         Args:
             facts: Name -> value, in an order that is the same on all ranks if they agree.
             remedy: Advice for the error message.
-            like: For each rank, the rank that it must equal; the same on all ranks. None compares all with rank 0.
+            like: Rank whose value each rank's must equal, by rank; the same on all ranks. None compares all with
+                rank 0.
 
         Raises:
             ValueError: A fact differs; raised on all ranks with the same message.

@@ -286,7 +286,7 @@ def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[],
     """Replace a method of one of torch's C++ classes by `call(method, self, ...)`, for calls from Python.
 
     Args:
-        kind: Class.
+        kind: Class whose method is replaced.
         name: Name of the method.
         call: Called with the original method and its arguments.
 

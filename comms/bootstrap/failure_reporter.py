@@ -105,7 +105,7 @@ class FailureReporter(ABC):
 
         Args:
             reason: Reason, for their error messages.
-            directly: Also notify peers without the store, because it may end with this process.
+            directly: Whether to notify peers without the store, too, because the store may end with this process.
         """
         self.failures.report(PeerFailure(reason, FAILED))
 
@@ -196,10 +196,10 @@ class _Report:
     Attributes:
         dead: Ranks that it knows to have failed.
         launches: Number of launches that it had started.
-        waiting: Its device waits for other ranks.
-        overdue: It aborted for a timeout.
-        seen: What it saw; empty if another rank's abort told it.
-        own: It failed by itself, not for a peer.
+        waiting: Whether its device waits for other ranks.
+        overdue: Whether it aborted because of a timeout.
+        seen: Error that it saw, as text; empty if it only received another rank's abort.
+        own: Whether its own error came first, rather than the failure of a peer.
         phase: Phase of the collective that failed; empty for an abort outside of collectives.
     """
 
@@ -225,7 +225,7 @@ class _Verdict:
 
     Attributes:
         missing: Ranks that are gone.
-        seen: If none is: by rank, what up to `MOST_SEEN` ranks saw.
+        seen: Errors of up to `MOST_SEEN` ranks, by rank, if no rank is missing; else empty.
     """
 
     missing: set[int]
@@ -343,7 +343,7 @@ class StoreFailureReporter(FailureReporter):
         Takes at most `PATIENCE` if ranks do not report, otherwise until all have.
 
         Args:
-            error: What the transport raised.
+            error: Error that the transport raised.
             phase: Operation and phase, such as `all_reduce inter_node`.
             members: Ranks of the failed collective, as the group numbers them; empty if unknown.
             launches: Number of launches that this rank has started, if all ranks count them.

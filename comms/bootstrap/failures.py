@@ -137,7 +137,7 @@ class Failures:
     Attributes:
         first: The failure that ended the group; None if there is none.
         ranks: All ranks known to have failed.
-        notify: See above; may be replaced before the first failure.
+        notify: Function that sends a failure to the other ranks; may be replaced before the first failure.
     """
 
     def __init__(

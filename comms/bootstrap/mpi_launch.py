@@ -148,7 +148,7 @@ def rendezvous(
     """Handle torch's rendezvous `mpi://`: yield the store, this rank, and the number of ranks.
 
     Args:
-        url: `mpi://`.
+        url: The text `mpi://`, which selects this rendezvous.
         timeout: Timeout for all ranks to arrive, and of the store.
         **options: Options of torch's other rendezvous; ignored.
 

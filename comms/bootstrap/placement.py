@@ -37,7 +37,7 @@ class PeerInfo:
         host: Host name, boot id and device number of /dev/shm.
         location: Names of the rack, the region and so on above the node, outermost first.
         device: Type of the gradients' device: `cpu` or `cuda`.
-        torch_version: `torch.__version__`.
+        torch_version: Version of torch, `torch.__version__`.
         hardware: Bytes per second inside and outside of the machine, nearest NIC, GPU fabric.
         shared: Settings that must be equal on all ranks, by name.
         nic_bytes_per_second: Rate of its node towards other nodes, if configured.

@@ -484,7 +484,7 @@ class PeerWait:
         """Return the error that ends the wait, or None if nothing is wrong or no check is due.
 
         Args:
-            when: As in `describe`.
+            when: Clause that follows "has ended" in the message, such as "before it had connected".
         """
         if exited := self._exited():
             if (reason := self.abort_reason(at_once=True)) is None:

@@ -192,15 +192,15 @@ class PeerConnection:
 
     Attributes:
         rank: Rank at the other end; None until an accepted connection has proved one.
-        dialled: This rank has made the connection.
+        dialled: Whether this rank made the connection.
         token: Secret of the rank that accepts the connection.
-        since: When it was accepted or connected, in monotonic seconds.
-        known: Both ends have proved who they are.
+        since: Monotonic time at which it was accepted or connected.
+        known: Whether both ends have proved who they are.
         received: Bytes that have arrived and are not handled yet.
-        last: When something has arrived, in monotonic seconds.
+        last: Monotonic time at which bytes last arrived.
         hello: First message of the connecting end; empty until it has arrived.
         reply: Greeting and nonce of the accepting end; empty until known.
-        connecting: TCP has not connected yet.
+        connecting: Whether TCP has not connected yet.
     """
 
     rank: int | None
@@ -370,16 +370,16 @@ class Neighbour:
     """A rank that this one connects to.
 
     Args:
-        rank: Its number.
+        rank: Number of the rank.
 
     Attributes:
-        rank: Its number.
+        rank: Number of the rank.
         addresses: (address, port, secret) that have not been tried yet; None until the rank has published them.
-        tried: Addresses for messages.
-        reached: It has answered, or nothing more is tried.
-        answered: It has proved who it is.
+        tried: Addresses that were tried, as text for messages.
+        reached: Whether it has answered, or no further attempt is made.
+        answered: Whether it has proved who it is.
         checks: (monotonic seconds, whether it is the last) of each check whether the rank joins.
-        may_be_unreached: A rank that has joined and is unreachable is left to timeouts.
+        may_be_unreached: Whether a rank that has joined and is unreachable is left to timeouts, and not reported.
     """
 
     def __init__(self, rank: int) -> None:

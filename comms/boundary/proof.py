@@ -39,8 +39,8 @@ def is_proved(proof: bytes, secret: bytes, what: str, *said: bytes) -> bool:
 
     Args:
         proof: Proof that was received.
-        secret: As for `proof_of`.
-        what: As for `proof_of`.
-        said: As for `proof_of`.
+        secret: The secret that both ends know.
+        what: Name of what is proved.
+        said: The nonces of both ends, and the content.
     """
     return hmac.compare_digest(proof, proof_of(secret, what, *said))

@@ -335,7 +335,7 @@ class ResilientOps:
 
         Args:
             newcomers: The processes that join.
-            requests: Their requests; rank 0 answers them.
+            requests: Queue of their requests, which rank 0 answers.
 
         Returns:
             Whether at least one of them is a member now; not so if a rank failed meanwhile.

@@ -274,7 +274,7 @@ class StateTransfer:
 
         Args:
             own: The bytes on rank 0; empty on all other ranks.
-            nbytes: Their number, the same on all ranks; None sends the number first.
+            nbytes: Number of bytes, the same on all ranks; None sends it first.
         """
         device = self._communicator.device
         if nbytes is None:

@@ -132,7 +132,7 @@ class _Leaving:
 
         Args:
             rank_plans: Plans of the communicator.
-            flat: Pseudo-gradient.
+            flat: Pseudo-gradient, 1-D.
             layout: Place of each parameter in `flat` if it is compressed; None for full precision.
         """
         if layout is None:

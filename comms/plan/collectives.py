@@ -266,7 +266,7 @@ def _runs(holders: Sequence[int], *, whole: bool) -> list[tuple[int, int]]:
     """Splits the pieces into ranges of consecutive ones, each of which one collective can move.
 
     Args:
-        holders: For each piece the place in its node of the rank that holds it.
+        holders: Index within its node of the rank that holds each piece, by piece.
         whole: Whether whole pieces are moved, so that they are adjacent; otherwise each piece is a range of its own.
 
     Returns:

@@ -95,8 +95,8 @@ class Times:
     """Times of a bucket by the executor's clock; None until then, and in steps that are not timed.
 
     Attributes:
-        arrived: When DDP handed the bucket to the hook; on CUDA, when its gradients were computed.
-        reduced: When the last all-reduce that carried a part of it ended.
+        arrived: Time at which DDP passed the bucket to the hook; on CUDA, at which its gradients were computed.
+        reduced: Time at which the last all-reduce with a part of it ended.
     """
 
     arrived: Mark | None = None

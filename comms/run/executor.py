@@ -50,7 +50,7 @@ class Executor(ABC):
         checking: On CUDA, whether the averages of compressed buckets are checked for NaN and infinity; see `extremes`.
         last: On CUDA, an event after everything issued before the last `release`; None before the first.
         deadline: On CUDA, watches for collectives that exceed the time-out; None on a CPU.
-        activity: What this rank is doing, for error messages.
+        activity: Present activity of this rank, for error messages.
         aborted: Whether the groups of this rank were aborted by a call of `abort`, and not by a failure.
     """
 

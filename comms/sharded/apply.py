@@ -81,9 +81,9 @@ def apply(
             residual is kept; the compression error of waterfill4 is added to the next sum, and kept as N - 1 float32
             rows of the size of this rank's shards, of N nodes.
         weights: Format in which weights are sent between nodes in the all-gather: "exact" (see `shards`), "bf16",
-            "int8" or "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay exact.
-            waterfill4 sends differences from the weights sent last, for which this rank keeps N float32 rows of the
-            size of its shards; the first all-gather is exact, and those of the backward pass send nothing between
+            "int8" or "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay
+            exact. waterfill4 sends differences from the weights sent last, for which this rank keeps N float32 rows of
+            the size of its shards; the first all-gather is exact, and those of the backward pass send nothing between
             nodes. Call `flush()` on all ranks after weights were changed by hand: the next all-gather is exact.
         seed: Seed of the random rounding of int8 and int4.
         config: The configuration; None takes it from the environment.
@@ -270,7 +270,7 @@ class ShardLinks:
             kind: `RESIDUAL` or `SENT`.
             ranks: The group's ranks, in the default group.
             communicator: Connects the ranks on a CPU; None on CUDA.
-            like: For each rank of the group, the rank of it whose state must be equal; None compares all of them.
+            like: Rank of the group whose state each rank's must equal, by rank; None compares all of them.
         """
         index = ranks.index(dist.get_rank())
         find_exited = None if communicator is None else communicator.ended

@@ -506,7 +506,7 @@ class DifferenceAllGather(EncodedAllGather):
     Args:
         param_group: The parameter group.
         loaded: Compares the sent weights that the ranks loaded.
-        runs, nodes, exact, count: As in `EncodedAllGather`.
+        runs, nodes, exact, count: See `EncodedAllGather`.
 
     Attributes:
         sent: The weights that the counterparts have of each other: the base of the next differences.

@@ -290,7 +290,7 @@ def arrange(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     and the exchange is flat.
 
     Args:
-        hosts: For each rank, its host: any hashable value, equal for ranks on one node.
+        hosts: Host of each rank: any hashable value, equal for ranks on one node.
     """
     nodes: dict[object, list[int]] = {}
     for index, host in enumerate(hosts):

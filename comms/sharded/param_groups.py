@@ -178,7 +178,7 @@ class ShardedParamGroup:
         state: Torch's FSDPState of `module`.
 
     Attributes:
-        module: See above.
+        module: The module on which `fully_shard` or `replicate()` was called.
         parameters: Parameters of the group, in the order of their shards in a gathered row.
         present: Parameters whose gradients the current reduction includes, in their order in the row; see
             `note_present`.

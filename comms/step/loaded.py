@@ -41,7 +41,7 @@ class LoadConsistencyCheck(StepListener):
         communicator: Connects the ranks; None (on CUDA) compares through the store only.
         source: The object whose loaded state is compared.
         consensus: Agreement over the store, with the same ranks.
-        like: For each rank, the rank whose loaded state must equal its own; None compares all with rank 0.
+        like: Rank whose loaded state must equal each rank's, by rank; None compares all with rank 0.
         compared: Value of `source.loaded` that was compared before and is skipped; None compares in the first step.
     """
 

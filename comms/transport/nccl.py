@@ -124,7 +124,7 @@ def _summing(dtype: torch.dtype, scale: float, size: int, in_switch: bool) -> _S
 
     Args:
         dtype: Dtype of the tensor.
-        scale: Factor.
+        scale: Factor of the sum.
         size: Number of ranks.
         in_switch: True if a switch can sum for the ranks, which it does for the plain sum only.
     """

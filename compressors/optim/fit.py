@@ -91,7 +91,7 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
     Args:
         use: The compressor.
         optimizer: Optimizer that steps on the compressed gradients.
-        groups: Those of its `param_groups` that hold parameters of the compressor.
+        groups: Entries of its `param_groups` that hold parameters of the compressor.
 
     Raises:
         ValueError: The pair is known to fail; the message says what to use instead, and names the rule.

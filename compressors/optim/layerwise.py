@@ -65,7 +65,7 @@ class _LayerwiseOptimizer(Optimizer):
         Args:
             group: The optimizer's group, with the hyper-parameters.
             parameters: Parameters of the group that have a gradient.
-            gradients: Their gradients; not changed.
+            gradients: Gradients of these parameters, in the same order; not changed.
         """
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class Lars(_LayerwiseOptimizer):
     """LARS: SGD with momentum whose step is, for each parameter, in proportion to its norm over its gradient's.
 
     Args:
-        parameters: As for any torch optimizer.
+        parameters: Parameters, named parameters or groups of them, as for any torch optimizer.
         lr: Learning rate, as large as that of SGD with this batch or larger: the ratio makes each step small.
         momentum: Factor of the momentum (heavy ball); 0 for none.
         weight_decay: Factor of the weights that are added to the gradient; counts in the ratio of norms, too.
@@ -152,7 +152,7 @@ class Lamb(_LayerwiseOptimizer):
     """LAMB: Adam whose step is, for each parameter, in proportion to its norm over that of Adam's update.
 
     Args:
-        parameters: As for any torch optimizer.
+        parameters: Parameters, named parameters or groups of them, as for any torch optimizer.
         lr: Learning rate: the step's length in proportion to the weights.
         betas: Decay of the first and second moment; both are corrected for their start at zero.
         eps: Number added to the root of the second moment.

@@ -39,7 +39,7 @@ def prove_with_nccl(command: Sequence[str], *, one_host: bool, rank: int) -> Pro
             {"gigabits_per_second": ...} or {"error": ...} as its last line.
         one_host: True if all ranks share a host: NVLink and shared memory are then turned off, so that the ranks use
             the NICs.
-        rank: This process's rank, for messages.
+        rank: Rank of this process, for messages.
     """
     fixed = _LOGGING | (_NICS_ONLY if one_host else {})
     rates: dict[str, float] = {}

@@ -23,7 +23,7 @@ def members(cores: str) -> list[int]:
     """Returns the cores of a list of ranges; malformed parts are left out.
 
     Args:
-        cores: `0-23,48-71`.
+        cores: List of ranges, such as `0-23,48-71`.
     """
     found: set[int] = set()
     for part in cores.split(","):

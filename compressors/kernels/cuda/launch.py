@@ -116,7 +116,7 @@ def launch(
         kernel: Name of the kernel.
         device: CUDA device of the tensors.
         blocks: CTAs to start; 0 starts nothing.
-        arguments: In the kernel's own order and types.
+        arguments: Arguments of the kernel, in its own order and types.
         threads: Threads of each CTA.
 
     Raises:
