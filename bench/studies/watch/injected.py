@@ -139,15 +139,26 @@ def injected_disagreement(fault: str, rank: int) -> float | None:
     work = partial(job.train, fault, rank, FAULT_STEP + STEPS_TO_NAME)
     _, text = run_ranks(RANKS, partial(watched, work), LIMIT_SECONDS)
     began = re.search(rf"{FAULT_AT} ([\d.]+)", text)
-    said = re.search(
-        rf"^([\d.]+) watch: .*disagree in collective.*\brank {rank} issued [^;]* at job\.py:\d+",
-        text,
-        re.MULTILINE,
-    )
-    if began is None or said is None or float(said[1]) - float(began[1]) > job.TIMEOUT.total_seconds():
+    at = explained_at(text, rank)
+    if began is None or at is None or at - float(began[1]) > job.TIMEOUT.total_seconds():
         print(f"{fault} on rank {rank} was not explained: {text[-4000:]}", file=sys.stderr)
         return None
-    return float(said[1]) - float(began[1])
+    return at - float(began[1])
+
+
+def explained_at(text: str, rank: int) -> float | None:
+    """Finds the watch's message about a disagreement that names the call of one rank, with file and line.
+
+    Args:
+        text: Output of the ranks; log messages begin with their time.
+        rank: Rank that disagreed.
+
+    Returns:
+        Time of the first such message, in seconds since the epoch; None without one.
+    """
+    pattern = rf"^([\d.]+) gradwire: watch: .*disagree in collective.*\brank {rank} issued [^;]* at job\.py:\d+"
+    found = re.search(pattern, text, re.MULTILINE)
+    return None if found is None else float(found[1])
 
 
 def healthy(steps: int) -> tuple[list[NamedRank], float]:

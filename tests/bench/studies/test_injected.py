@@ -1,5 +1,7 @@
 """What the study of injected faults counts as right, and where it writes that."""
 
+import io
+import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +12,8 @@ from gradwire.bench.studies.watch import injected
 from gradwire.bench.studies.watch.forked import run_ranks
 from gradwire.bench.studies.watch.job import InjectedDelay, NamedRank
 from gradwire.comms.watch.activity import QUEUE
+from gradwire.comms.watch.collective import IssuedCollective
+from gradwire.comms.watch.trouble import Disagreement
 
 
 def test_a_delay_counts_where_its_rank_is_named_alone() -> None:
@@ -32,6 +36,22 @@ def test_what_was_not_explained_in_time_is_not_counted() -> None:
     assert injected.healthy_row(10, [NamedRank(3, "the optimizer")], 0.1).endswith(
         "| rank 3 (in the optimizer) named |"
     )
+
+
+def test_a_logged_disagreement_is_found() -> None:
+    late, own = (IssuedCollective(7, "all_reduce of [3] Float", f"job.py:{line} in train", 1.0) for line in (90, 88))
+    disagreement = Disagreement("default", 7, {0: own, 1: own, 2: late})
+    output = io.StringIO()
+    handler = logging.StreamHandler(output)
+    handler.setFormatter(logging.Formatter("%(created).3f %(message)s"))  # as `watched` sets it
+    logger = logging.getLogger("gradwire")
+    logger.addHandler(handler)
+    try:
+        logger.warning("watch: %s", disagreement)
+    finally:
+        logger.removeHandler(handler)
+    assert injected.explained_at(output.getvalue(), 2) == pytest.approx(time.time(), abs=60)
+    assert injected.explained_at(output.getvalue(), 3) is None
 
 
 def test_what_the_data_file_has_is_not_run_again_and_fills_the_table(tmp_path: Path) -> None:
