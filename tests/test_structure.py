@@ -1,6 +1,9 @@
-"""The files of a bucket's path name no optional feature: features attach as listeners, strategies or subclasses."""
+"""The files of a bucket's path name no optional feature, and each message to users names gradwire as its sender."""
 
+import ast
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,32 @@ def test_the_core_hardly_names_elastic_training(place: str) -> None:
 def test_names_of_features_are_found() -> None:
     assert lines_with(FEATURES, "step/features.py")
     assert set(MOST_LINES_WITH_ELASTIC) | {"hook.py"} == set(CORE)
+
+
+MESSENGERS = ("comms", "compressors", "gradwire", "topology")
+"""Packages that run in a user's job."""
+
+
+def calls_of(name: str) -> Iterator[tuple[Path, ast.Call]]:
+    """Yields each call of a function or method of this name in `MESSENGERS`, with its file."""
+    for package in MESSENGERS:
+        for file in sorted((COMMS.parent / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name:
+                    yield file, node
+
+
+def test_all_messages_go_through_the_logger_that_names_the_sender(caplog: pytest.LogCaptureFixture) -> None:
+    loggers = [(file.name, ast.unparse(call)) for file, call in calls_of("getLogger")]
+    assert loggers
+    assert [each for each in loggers if each[1] != "logging.getLogger('gradwire')"] == []
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        logging.getLogger("gradwire").warning("watch: %d ranks", 2)
+        logging.getLogger("gradwire").warning("gradwire: no second prefix")
+    assert caplog.messages == ["gradwire: watch: 2 ranks", "gradwire: no second prefix"]
+
+
+def test_warnings_are_issued_in_one_place_that_names_the_sender() -> None:
+    direct = {file.name for file, call in calls_of("warn") if ast.unparse(call.func) == "warnings.warn"}
+    assert direct == set()
+    assert {file.name for file, _ in calls_of("warn_explicit")} == {"callers.py"}
