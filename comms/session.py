@@ -713,7 +713,7 @@ class GradientState(TrainingState[S]):
             each.set(scale)
 
     def _loss_scales(self, call: str) -> "list[LossScale]":
-        """Returns the loss scales that residuals follow; `call` names the caller in errors."""
+        """Returns the loss scales by which residuals are rescaled; `call` is the caller's name, for errors."""
         return [self._compressed(call).loss_scale]
 
     def flush(self) -> None:

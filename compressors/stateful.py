@@ -197,7 +197,7 @@ class Stateful(CompressorTraits):
         """Refuses an entry for a parameter that the model does not have, or has with fewer than `stop` elements.
 
         Raises:
-            ValueError: The model has no such parameter, or it is smaller; never where `bind_model` was not called.
+            ValueError: The model has no such parameter, or it is smaller; never raised before `bind_model` was called.
         """
         if not self._numels:
             return

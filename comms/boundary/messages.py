@@ -1,8 +1,8 @@
 """Parses messages of other processes: JSON of a declared type, of bounded size and depth, with finite numbers.
 
 A message is declared by a type, as a dataclass declares its fields: `MessageType(tuple[Port, tuple[str, ...], str])`.
-Whatever the bytes are, `MessageType.read` either returns a value of exactly that type or raises a `MessageError`, which
-on which the caller drops the sender. `inflated` does the same for compressed bytes. No other code parses messages.
+Whatever the bytes are, `MessageType.read` either returns a value of exactly that type or raises a `MessageError`, on
+which the caller drops the sender. `inflated` does the same for compressed bytes. No other code parses messages.
 """
 
 import dataclasses

@@ -122,7 +122,10 @@ class _Memory:
 
 
 class _Leaving:
-    """Computes the bytes that leave the busiest node by the plans; on a single node, the busiest rank."""
+    """Computes how many bytes leave the busiest node in an exchange, from its plan; on a single node, the busiest rank.
+
+    The result for each layout is kept.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Layout | None, tuple[Plan, float]] = {}

@@ -73,10 +73,12 @@ def refuse_unfit(config: Config) -> None:
 
 
 def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:
-    """Returns the options of the hook inside a worker that differ from their defaults, in order.
+    """Returns the names of the options that have no effect on exchanges and differ from their defaults, in order.
+
+    They are options of the hook that averages gradients inside a worker.
 
     Args:
-        config: Configuration to look in.
+        config: Configuration to examine.
         without: Names to leave out.
     """
     asked = config.asked_for([name for name in INSIDE_ONLY if name not in without])

@@ -27,7 +27,10 @@ class Loaded(Protocol):
 
     @property
     def loaded(self) -> Mapping[str, str]:
-        """Description of the last loaded state, by name, equal on consistent ranks; a new mapping after each load."""
+        """Facts about the last loaded state, by name; equal on all ranks if they have loaded consistent states.
+
+        A load replaces the mapping by a new one, so that its identity shows whether a state was loaded since.
+        """
 
 
 class LoadConsistencyCheck(StepListener):
