@@ -223,7 +223,7 @@ class Host:
 
         Source: NCCL user guide, NCCL_NET_GDR_C2C, which 2.26 brought, overrides the level for cards at P2C.
         """
-        level = parse_level(self.setting("NCCL_NET_GDR_LEVEL") or "")
+        level = parse_level(self.setting("NCCL_NET_GDR_LEVEL") or "", self.nccl_version)
         over_c2c = self.setting("NCCL_NET_GDR_C2C")
         if over_c2c is not None and level in (None, "PIX", "PXB", "P2C") and (self.nccl_version or (2, 26)) >= (2, 26):
             return "P2C" if over_c2c == "1" else level if level in ("PIX", "PXB") else "PXB"

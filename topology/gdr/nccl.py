@@ -5,7 +5,7 @@ import re
 LEVELS = ("LOC", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 """Values of NCCL_NET_GDR_LEVEL, nearest first. Source: NCCL src/graph/paths.cc (ncclTopoUserGdrLevel)."""
 LEGACY_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
-"""What the old integers 0 to 5 mean. Source: NCCL user guide, NCCL_NET_GDR_LEVEL."""
+"""What the old integers 0 to 5 mean. Source: NCCL user guide, NCCL_NET_GDR_LEVEL; src/transport/net.cc at v2.5.7-1."""
 DMABUF_SINCE = (2, 13)
 MODULE_PATH_SINCE = (2, 23, 4)
 """Earlier releases look for peer memory only below /sys/kernel/mm/memory_peers."""
@@ -13,12 +13,16 @@ DYNAMIC_GID_SINCE = (2, 21)
 
 Version = tuple[int, ...]
 
-_NUMBERS = (  # first release, names by number. Source: src/include/graph.h at the tags v2.7.8-1 to v2.30.7-1
-    ((2, 27), ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "NET", "DIS")),
-    ((2, 25), ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")),
+_NUMBERS = (  # first release, names by number. Source: src/graph/topo.h and src/include/graph.h, v2.6.4-1 to v2.30.7-1
+    ((2, 27, 5), ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "NET", "DIS")),
+    ((2, 27), ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "P2C", "PHB", "SYS", "NET", "DIS")),
+    ((2, 26), ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")),
     ((2, 12), ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")),
+    ((2, 8), ("LOC", "NVL", "NVB", "PIX", "PXB", "PHB", "SYS", "NET")),
     ((2, 0), ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS", "NET")),
 )
+_NUMBERS_BEFORE_2_6 = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""Source: src/include/topo.h at v2.4.8-1, src/include/graph.h at v2.5.7-1."""
 
 
 def parse_version(text: str | None) -> Version | None:
@@ -31,7 +35,9 @@ def parse_version(text: str | None) -> Version | None:
     return None
 
 
-def named_distance(number: int, level: int, version: Version | None, level_name: str | None) -> tuple[str, str]:
+def named_distance(
+    number: int, level: int, version: Version | None, level_name: str | None, *, exclusive: bool = False
+) -> tuple[str, str]:
     """Translates a distance and the level it exceeds, which logs print as numbers, into names of path types.
 
     The numbers differ between releases of NCCL. Without a version the level tells which release's numbers these are,
@@ -42,21 +48,42 @@ def named_distance(number: int, level: int, version: Version | None, level_name:
         level: Number of the level, `4` in that example.
         version: NCCL's version; None if the log does not name it.
         level_name: Level that a variable set; None if NCCL's default was in force.
+        exclusive: Whether the level itself is too far already, `2` in `distance 2 >= 2`: NCCL before 2.6.
 
     Returns:
-        (name of the distance, name of the level); the numbers as text where the release remains unclear.
+        (name of the distance, name of the level); names with `or` between them if releases differ, and the numbers as
+        text if no release has them.
     """
+    if exclusive:
+        names = ("LOC", *_NUMBERS_BEFORE_2_6)  # the level is the first that is too far
+        return _named(names, number + 1), _named(names, level)
     tables = [names for first, names in _NUMBERS if version is None or version >= first]
-    if version is None:
-        wanted = [(level_name or ("P2C" if "P2C" in names else "PXB"), names) for names in tables]
-        tables = [names for name, names in wanted if level < len(names) and names[level] == name]
-    names = tables[0] if tables and (version is not None or len(tables) == 1) else ()
-    return tuple(names[n] if n < len(names) else str(n) for n in (number, level))  # type: ignore[return-value]  # two
+    if version is not None:
+        return _named(tables[0], number), _named(tables[0], level)
+    # NCCL prints its default level as PXB, and from 2.29 on as P2C.
+    levels = (level_name,) if level_name else ("PXB", "P2C")
+    found = [(_named(names, level), _named(names, number)) for names in tables if _named(names, level) in levels]
+    # A GPU's distance to a card is no PXN (that of the GPU between counts instead), and is over no network.
+    paths = dict.fromkeys(path for _, path in found if path not in ("P2C", "PXN", "NET", "DIS"))
+    return (" or ".join(paths), found[0][0]) if paths else (str(number), str(level))
 
 
-def parse_level(text: str) -> str | None:
-    """Returns the level that a value of NCCL_NET_GDR_LEVEL stands for; None if NCCL would not understand it."""
+def _named(names: tuple[str, ...], number: int) -> str:
+    """Returns the name with a number; the number as text if there is none."""
+    return names[number] if 0 <= number < len(names) else str(number)
+
+
+def parse_level(text: str, version: Version | None = None) -> str | None:
+    """Returns the level that a value of NCCL_NET_GDR_LEVEL stands for; None if NCCL would not understand it.
+
+    Args:
+        text: Value of the variable.
+        version: NCCL's version; None if unknown. Before 2.6 it reads numbers alone, with the meaning that they have
+            kept but for 4, which was PHB.
+    """
     word = text.strip().upper()
+    if version is not None and version < (2, 6):
+        return LEGACY_LEVELS[min(int(word), 3) if word != "5" else 5] if re.fullmatch(r"[0-5]", word) else None
     if word in LEVELS:
         return word
     return LEGACY_LEVELS[int(word)] if re.fullmatch(r"[0-5]", word) else None

@@ -23,21 +23,24 @@ _OF_INTEREST = re.compile(
 )
 """One of these stands in every line that `_read_line` makes something of, and in few of the others."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
+_VERSION = re.compile(r"(?<!with )NCCL version (\d+\.\d+(?:\.\d+)?)")
+"""Not `compiled with NCCL version 2.30.3`, which is the application's. Source: NCCL v2.30 src/dev_runtime.cc."""
 _NETWORK = re.compile(r"Using network ([\w. -]{1,40}?)\s*$")
 _HCA = re.compile(
-    r"(?:NET/([\w. -]{1,24}?) ?: )?GPU Direct RDMA (?:\([\w -]{1,24}\) )?(enable|disable)d? for HCA \d+ "
-    r"'([^'\s]{1,64})'?(?: \(([^)]{1,60})\))?",
+    r"(?:NET/([\w. -]{1,24}?) ?: )?GPU Direct RDMA (?:\([\w -]{1,24}\) )?(enable|disable)d? for "
+    r"(?:GPU \S{1,24} / )?HCA (?:\d+ )?(?!\d+\b)'?([^'\s(]{1,64})'?(?: \(([^)]{1,60})\))?",
     re.IGNORECASE,
 )
-"""`NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0' (no module)`; plug-ins add the way or the reason."""
-_PAIR = re.compile(r"GPU Direct RDMA (Enabled|Disabled) for GPU[ /].{1,160}?distance (\d{1,2}) (?:>|<)=? (\d{1,2})\b")
-"""`GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance 7 > 4)`, and 2.30's form with ranks and PXN."""
+"""`NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0' (no module)`; plug-ins add the way or the reason, NCCL before
+2.5 the GPU."""
+_PAIR = re.compile(r"GPU Direct RDMA (Enabled|Disabled) for GPU[ /].{1,160}?distance (\d+) ([<>]=?) (\d+)\b")
+"""`GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance 7 > 4)`, 2.29's form with ranks and PXN, and `2 >= 2`
+before 2.6, where the level itself is too far. From 2.30 on only builds with traces print it."""
 _CHANNEL = re.compile(
     r"(?:Channel|Ring) \d+(?:/\d+)? : (\d+)(?:\[[0-9a-fx]*\])? -> (\d+)(?:\[[0-9a-fx]*\])? \[(send|receive)\] via "
     r"(NET/.{1,80})"
 )
-"""NCCL before 2.6 calls a channel a ring, and before 2.4 and in 2.5 leaves out the bus ids."""
+"""NCCL before 2.7 calls a channel a ring, before 2.5 it leaves out the bus ids, before 2.4 the direction as well."""
 _LOCAL_CHANNEL = re.compile(
     r"(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[.{0,20}?\])? -> \d+(?:\[.{0,20}?\])? via (P2P/MNNVL|P2P|SHM|direct)"
 )
@@ -47,10 +50,13 @@ _HOST = re.compile(r"^(?:\[[^\]]{1,40}\] ?)?([\w.-]{1,64}):\d+:\d+ ")
 _MAX_WARNINGS = 16
 _PATH_LINE = re.compile(r"(GPU|NET)/\S+ ?:")
 _PATH_ENTRY = re.compile(r"(GPU|NET)/(\S+) \(\d+/[\d.]+/([A-Z0-9]{2,4})\)")
-_OVERRIDE = re.compile(r"(NCCL_[A-Z0-9_]{2,40}) set (?:by environment )?to (\S{1,200})")
+_OVERRIDE = re.compile(r"(NCCL_[A-Z0-9_]{2,64}) set (?:(?:by|from) environment )?to (\S{1,200})")
+"""`from` is NCCL 2.6's word for a level."""
 _MAX_OVERRIDES = 64
 _PATHS = ("PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
-_IB_DEVICES = re.compile(r"NET/IB : Using .*")
+_IB_DEVICES = re.compile(r"NET/IB ?: Using.*; OOB ")
+_RELAXED_SINCE = (2, 12)
+"""First release whose line of devices says `[RO]`."""
 
 
 @dataclass(slots=True)
@@ -90,8 +96,9 @@ class NcclLog:
     """(rank, send or receive) -> network channels through host memory."""
     socket_channels: int = 0
     """Number of the channels through host memory that are NET/Socket."""
-    far_pairs: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """(distance, level), as NCCL numbers them -> lines that say "Disabled" for a GPU and a NIC."""
+    far_pairs: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
+    """(distance, level, whether the level itself is too far), as NCCL numbers them -> lines that say "Disabled" for a
+    GPU and a NIC."""
     near_pairs: int = 0
     """Lines that say "Enabled" for a GPU and a NIC: within the level, which is no use yet."""
     nearest: str | None = None
@@ -128,12 +135,19 @@ class NcclLog:
         disabled = [name for name, able in self.hcas.items() if not able]
         why = f" ({', '.join(sorted(self.hca_reasons))})" if self.hca_reasons else ""
         found = [f"Disabled for HCA {', '.join(disabled[:8])}{why}: no way to register GPU memory"] if disabled else []
-        level_name = parse_level(self.overrides.get("NCCL_NET_GDR_LEVEL", ""))
-        for distance, level in sorted(self.far_pairs):
-            names = named_distance(distance, level, self.version, level_name)
+        level_name = parse_level(self.overrides.get("NCCL_NET_GDR_LEVEL", ""), self.version)
+        for distance, level, exclusive in sorted(self.far_pairs):
+            names = named_distance(distance, level, self.version, level_name, exclusive=exclusive)
             found.append(f"path {names[0]} is beyond level {names[1]}")
-        found += [known.cause for known in self.warnings.values() if known is not None and known.kind == "gdr"]
+        found += [known.cause for known in self.notes]
         return found
+
+    @property
+    def notes(self) -> list[KnownWarning]:
+        """Returns the known lines that say why GPUDirect RDMA is not used; those about sockets if sockets are used."""
+        sockets = self.socket_channels > 0 or self.networks == {"Socket"} or bool(self.hosts_lacking_device)
+        kinds = ("gdr", "sockets") if sockets else ("gdr",)
+        return [known for known in self.warnings.values() if known is not None and known.kind in kinds]
 
     @property
     def switched_off(self) -> str:
@@ -263,7 +277,7 @@ def _read_line(log: NcclLog, line: str) -> None:
         if match[1] == "Enabled":
             log.near_pairs += 1
         else:
-            log.far_pairs[int(match[2]), int(match[3])] += 1
+            log.far_pairs[int(match[2]), int(match[4]), match[3] == ">="] += 1
     elif match := _HCA.search(line):
         _read_hca(log, match)
     elif match := _VERSION.search(line):
@@ -276,7 +290,8 @@ def _read_line(log: NcclLog, line: str) -> None:
         if len(log.overrides) < _MAX_OVERRIDES:
             log.overrides[match[1]] = match[2].rstrip(".")
     elif _IB_DEVICES.search(line):
-        log.relaxed_ordering = "[RO]" in line
+        if log.version is None or log.version >= _RELAXED_SINCE:
+            log.relaxed_ordering = "[RO]" in line
     elif "NET/IB : No device found" in line:
         log.hosts_without_device.add(_host(line))
     elif match := _LOCAL_CHANNEL.search(line):

@@ -19,14 +19,15 @@ class KnownWarning:
         fix: Advice: a command that shows or repairs the cause.
         source: Public page or source file that explains cause and fix.
         kind: `ends`: the job does not survive it; `follows`: it follows from another error, and counts only if nothing
-            else is in the log; `gdr`: it explains why GPUDirect RDMA is not used; `remark`: the job goes on.
+            else is in the log; `gdr`: it explains why GPUDirect RDMA is not used; `sockets`: it explains why sockets
+            are used, if they are; `remark`: the job goes on.
     """
 
     pattern: str
     cause: str
     fix: str
     source: str
-    kind: Literal["ends", "follows", "gdr", "remark"] = "ends"
+    kind: Literal["ends", "follows", "gdr", "sockets", "remark"] = "ends"
 
     @property
     def ends_job(self) -> bool:
@@ -140,7 +141,22 @@ KNOWN_WARNINGS = (
         kind="gdr",
     ),
     KnownWarning(
-        r"async fatal event",
+        r"[Aa]sync event ?: ?port (?:error|active)|[Nn]on-fatal async event: port (?:error|active)",
+        "a card's port went down or came back while the job ran",
+        "cable, transceiver and the switch's port; ip -s link, ibdiagnet; NCCL waits NCCL_IB_TIMEOUT for it",
+        "ibv_get_async_event(3), IBV_EVENT_PORT_ERR; NCCL src/transport/net_ib (ncclIbAsyncThreadMain)",
+        kind="remark",
+    ),
+    KnownWarning(
+        r"[Aa]sync event ?: ?(?:LID change|P_Key change|SM change|client reregistration|path migration)"
+        r"|[Nn]on-fatal async event: (?:LID change|P_Key change|SM change|client reregistration|path migration)",
+        "the InfiniBand subnet manager changed something while the job ran",
+        "log of the subnet manager (opensm); jobs survive it unless addresses or partitions are gone",
+        "ibv_get_async_event(3); NCCL src/transport/net_ib (ncclIbAsyncThreadMain)",
+        kind="remark",
+    ),
+    KnownWarning(
+        r"async fatal event|[Aa]sync event ?: ?local (?:work queue catastrophic|catastrophic|access violation)",
         "a card reported a fatal event: it was reset, or its port went down",
         "dmesg | grep -iE 'mlx5|link'; ethtool DEV",
         "ibv_get_async_event(3)",
@@ -182,13 +198,15 @@ KNOWN_WARNINGS = (
         "NCCL user guide, NCCL_SOCKET_IFNAME",
     ),
     KnownWarning(
-        r"connect to \S+ failed ?: ?(?:No route|Connection refused|Connection timed out|Network is unreachable)",
+        r"[Cc]onnect to \S+ (?:failed ?: ?|returned )(?:\d+\()?(?:No route|Connection refused|Connection timed out|"
+        r"Network is unreachable)|[sS]ocketPollConnect.*(?:No route|timed out|unreachable)|exceeded timeouts \(",
         "a rank's address cannot be reached: a firewall, or the wrong interface",
         "NCCL_SOCKET_IFNAME; open the ports between the nodes; gradwire doctor tries every pair",
         "NCCL user guide, Troubleshooting, Networking issues",
     ),
     KnownWarning(
-        r"posix_fallocate|shm_open|shared memory|/dev/shm.*(?:No space|failed)|No space left on device",
+        r"posix_fallocate|shm_open|(?:creating|attaching to|allocate) shared memory|failed to extend|"
+        r"failed to create shared memory|Could not map /dev/shm|/dev/shm.*No space|No space left on device",
         "/dev/shm is too small",
         "docker --shm-size=1g (or --ipc=host); an emptyDir of medium Memory at /dev/shm",
         "NCCL user guide, Troubleshooting, Shared memory",
@@ -208,11 +226,17 @@ KNOWN_WARNINGS = (
         kind="gdr",
     ),
     KnownWarning(
-        r"Failed to initialize any NET plugin|Plugin load .*returned|No plugin found \(libnccl-net",
-        "the network plug-in was not loaded",
+        r"Failed to initialize any NET plugin",
+        "NCCL found no network to use: the plug-in was not loaded, or NCCL_NET names one that is not there",
+        "ldconfig -p | grep libnccl-net; LD_LIBRARY_PATH of the job; one run without NCCL_NET and NCCL_NET_PLUGIN",
+        "NCCL v2.27 src/plugin/net.cc (ncclNetInit); NCCL user guide, NCCL_NET and NCCL_NET_PLUGIN",
+    ),
+    KnownWarning(
+        r"NET/Plugin ?: .*(?:Plugin load .*returned|No plugin found|Could not find|cannot open shared object)",
+        "no network plug-in was loaded, which a cloud's own network (EFA, GPUDirect-TCPX) needs",
         "ldconfig -p | grep libnccl-net; LD_LIBRARY_PATH of the job; NCCL_NET_PLUGIN",
         "NCCL user guide, NCCL_NET_PLUGIN",
-        kind="gdr",
+        kind="sockets",
     ),
     KnownWarning(
         r"NET/OFI .*(?:failed|could not|Couldn't|Failed)",
@@ -228,10 +252,16 @@ KNOWN_WARNINGS = (
         "NCCL user guide, Creating a communicator; NCCL src/init.cc",
     ),
     KnownWarning(
-        r"Mismatched NCCL version detected",
+        r"Mismatched NCCL version detected|NCCL version mismatch with remote peer",
         "ranks run unlike releases of NCCL",
         "one environment or image on all hosts; python -c 'import torch; print(torch.cuda.nccl.version())' on each",
         "NCCL src/init.cc (Mismatched NCCL version detected)",
+    ),
+    KnownWarning(
+        r"NCCL library (?:version )?is (?:too old|not backwards compatible)|compiled with too old version of NCCL",
+        "the application was built with another release of NCCL than the one that it loaded",
+        "the libnccl of the build first in LD_LIBRARY_PATH; lsof -p PID | grep libnccl shows which one is loaded",
+        "NCCL v2.30 src/dev_runtime.cc",
     ),
     KnownWarning(
         r"[Cc]uda failure (?:2\b.*)?'?out of memory",
@@ -240,7 +270,7 @@ KNOWN_WARNINGS = (
         "NCCL user guide, NCCL_BUFFSIZE and NCCL_MAX_CTAS; CUDA runtime API, cudaErrorMemoryAllocation",
     ),
     KnownWarning(
-        r"nvls\.cc:\d+ .*(?:[Cc]uda failure|Failed)|NVLS.*(?:failed|not supported)",
+        r"nvls\.cc:\d+ .*(?:[Cc]uda failure|Failed)|NVLS.*(?:failed|not supported)|Failed to bind NVLink SHARP",
         "the NVSwitches' multicast did not start: the fabric manager, or a virtual machine without it",
         "systemctl status nvidia-fabricmanager; one run with NCCL_NVLS_ENABLE=0 shows whether it is this",
         "github.com/NVIDIA/nccl/issues/1197; NCCL user guide, NCCL_NVLS_ENABLE",
@@ -252,7 +282,7 @@ KNOWN_WARNINGS = (
         "CUDA runtime API, cudaError_t; NCCL user guide, Errors, ncclUnhandledCudaError",
     ),
     KnownWarning(
-        r"Connection closed by remote peer|Connection reset by peer|socketPollConnect.*(?:refused|retr)",
+        r"Connection closed by remote peer|Connection reset by peer|[sS]ocketPollConnect.*(?:refused|retr)",
         "another rank had ended before, and this one lost it",
         "the first error of that host, in its own output: grep -nE 'Error|WARN|Killed|out of memory' of all ranks",
         "NCCL user guide, Errors, ncclRemoteError",
@@ -283,7 +313,7 @@ TORCH_SPEAKS = ("Watchdog caught", "DistBackendError: NCCL error")
 """How lines of torch's begin that belong to a log of NCCL."""
 
 SPEAKS = (
-    rf"NCCL WARN|{'|'.join(TORCH_SPEAKS)}|eligible provider|isabling GDR|GDR disabled|NET plugin|libnccl-net|use GIN"
+    rf"NCCL WARN|{'|'.join(TORCH_SPEAKS)}|eligible provider|isabling GDR|GDR disabled|NET plugin|NET/Plugin ?:|use GIN"
     r"|GID table change"
 )
 """Pattern of what is in every line that may be one of the table, but for those of the plug-in for libfabric."""

@@ -26,7 +26,7 @@ from gradwire.topology.gdr.nccl import (
     without_level,
 )
 from gradwire.topology.gdr.stages.stage4_path import domain_type
-from gradwire.topology.nccl_variables import CURES, KNOWN, RENAMED
+from gradwire.topology.nccl_variables import CURES, KNOWN, RENAMED, unread
 from gradwire.topology.pci_ids import AMAZON
 from gradwire.topology.printable import shortened
 
@@ -117,8 +117,10 @@ def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, 
                 f"{_shown(host, old)} {RENAMED[old].words}",
                 f"the default level is {level}",
             )
-    if value is not None and parse_level(value) is None:
-        return f"{_shown(host, 'NCCL_NET_GDR_LEVEL')} is no level: NCCL ignores it", f"one of {', '.join(LEVELS)}"
+    if value is not None and parse_level(value, host.nccl_version) is None:
+        old = host.nccl_version is not None and host.nccl_version < (2, 6)
+        wanted = "a number from 0 to 5, as NCCL before 2.6 reads it" if old else f"one of {', '.join(LEVELS)}"
+        return f"{_shown(host, 'NCCL_NET_GDR_LEVEL')} is no level: NCCL ignores it", wanted
     if host.setting("NCCL_NET_GDR_READ") == "0":
         return (
             f"{_shown(host, 'NCCL_NET_GDR_READ')}: sends go through the host",
@@ -234,6 +236,8 @@ def spelling(host: Host) -> Finding:
     for name in host.settings or {}:
         if (renamed := RENAMED.get(name)) is not None:
             odd.append(f"{name} {renamed.words}")
+        elif reason := unread(name, host.nccl_version):
+            odd.append(f"{name} {reason}")
         elif name not in KNOWN and re.match(r"N?CCL_", name):
             near = difflib.get_close_matches(f"N{name}" if name.startswith("CCL_") else name, KNOWN, 1, 0.9)
             odd += [f"{name} (is {near[0]} meant?)"] if near else []

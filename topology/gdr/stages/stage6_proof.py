@@ -208,10 +208,8 @@ def _sockets(log: NcclLog) -> str:
 
 
 def _notes(log: NcclLog) -> str:
-    """Returns the fix and source of the first known warning that is more than a remark; empty if there is none."""
-    known_ones = [known for known in log.warnings.values() if known is not None and known.kind != "remark"]
-    found = (f"{known.fix} [{known.source}]" for known in known_ones)
-    return next(found, "")
+    """Returns the fix and source of the first line that says why GPUDirect RDMA is not used; empty if there is none."""
+    return next((f"{known.fix} [{known.source}]" for known in log.notes), "")
 
 
 def _without_channels(log: NcclLog, fix: str) -> Finding:
@@ -238,7 +236,7 @@ def _without_channels(log: NcclLog, fix: str) -> Finding:
 def _level_fix(log: NcclLog) -> str:
     """Returns the fix for pairs that are too far: to unset a level below the default, else to use nearer NICs."""
     level = log.overrides.get("NCCL_NET_GDR_LEVEL")
-    if level is not None and not within("PXB", (parse_level(level) or "SYS")):
+    if level is not None and not within("PXB", (parse_level(level, log.version) or "SYS")):
         return without_level("PXB")
     return _LEVEL_FIX
 

@@ -100,8 +100,10 @@ def test_cards_that_nccl_can_register_with_are_no_reason(word: str, tmp_path: Pa
     ("line", "names"),
     [
         ("Disabled for GPU ca000 / HCA 0 (distance 7 > 4)", "path SYS is beyond level PXB"),  # 2.12 to 2.24
-        ("Disabled for GPU 18000 / HCA 0 (distance 5 > 3)", "path SYS is beyond level PXB"),  # before
-        ("Disabled for GPU/0-1 (rank 0) - NET/0-0 (distance 8 > 6)", "path PHB is beyond level P2C"),  # from 2.27
+        ("Disabled for GPU 18000 / HCA 0 (distance 5 > 3)", "path SYS is beyond level PXB"),  # before 2.8
+        ("Disabled for GPU 18000 / HCA 0 (distance 5 > 4)", "path PHB is beyond level PXB"),  # 2.8 to 2.11
+        ("Disabled for GPU ca000 / HCA 0 (distance 6 > 4)", "path PHB or SYS is beyond level PXB"),  # 2.12 or before
+        ("Disabled for GPU/0-1 (rank 0) - NET/0-0 (distance 8 > 6)", "path PHB is beyond level P2C"),  # from 2.29
         ("Disabled for GPU ca000 / HCA 0 (distance 31 > 30)", "path 31 is beyond level 30"),
     ],
 )
@@ -141,7 +143,7 @@ def test_one_direction_alone_is_a_warning_that_names_it(tmp_path: Path) -> None:
 
 
 def test_the_reason_is_named_whatever_the_numbers_of_the_release(tmp_path: Path) -> None:
-    for release, number, level in (("2.12.12", 6, 4), ("2.26.2", 7, 5), ("2.27.3", 8, 6)):
+    for release, number, level in (("2.12.12", 6, 4), ("2.26.2", 7, 5), ("2.27.3", 8, 5), ("2.29.7", 8, 6)):
         reason = f"GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance {number} > {level})"
         lines = [f"NCCL version {release}+cuda12", f"NCCL INFO {reason}", channel(0, 1, "send", "NET/IB/0")]
         finding = judged(lines, tmp_path)
@@ -281,6 +283,7 @@ def test_a_warning_that_nobody_knows_keeps_a_pass_from_being_one(tmp_path: Path)
         ("NCCL INFO NET/OFI No eligible providers were found", "no provider"),
         ("NCCL INFO NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR", "switched GPUDirect RDMA off"),
         ("NCCL WARN Failed to initialize any NET plugin", "plug-in was not loaded"),
+        ("NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.", "no network plug-in"),
     ],
 )
 def test_a_plug_ins_own_reason_is_told(line: str, cause: str, tmp_path: Path) -> None:
