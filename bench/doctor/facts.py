@@ -422,6 +422,8 @@ class Diagnosis:
     nodes: tuple[str, ...] = ()
     stops: bool = False
     """Whether a job would not start, or would hang, because of it."""
+    wrong: bool = False
+    """Whether a job may compute something else because of it: a fault whatever it costs, no remark."""
     remark: bool = False
     """Whether it costs nothing, or too little to be a fault: it does not change the exit status."""
     fixed_bytes_per_second: float | None = None

@@ -113,7 +113,9 @@ def diagnose(facts: JobFacts) -> list[Diagnosis]:
             left.append(replace(each, cost_seconds=rest) if explaining else each)
     # Mark what costs nothing, or too little, as a remark: it does not change the exit status.
     left = [
-        replace(each, remark=each.remark or (not each.stops and (not each.cost_seconds or each.cost_seconds < least)))
+        replace(each, remark=each.remark or (not each.cost_seconds or each.cost_seconds < least))
+        if not each.stops and not each.wrong
+        else each
         for each in left
     ]
     return sorted(left, key=lambda each: _rank(each, facts))

@@ -7,33 +7,37 @@ from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 from gradwire.topology.wording import listed, ranks_in_words, verb
 
 GRAVE = ("torch", "nccl", "gradwire")
-"""Libraries whose versions must be equal on both ends of a connection; others may hang or refuse."""
+"""Libraries whose versions must be equal on both ends of a connection: unlike ones may hang, refuse each other, or add
+up other bits, so that they are a fault although they cost no time."""
 
 
 def versions(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports nodes with another version of a library than most nodes."""
+    """Reports nodes with a rank that has another version of a library than most ranks."""
     for library in ("torch", "nccl", "gradwire", "cuda", "driver", "python"):
-        by_node = {
-            name: ranks[0].versions[library]
+        by_rank = [
+            (name, each.versions[library])
             for name, ranks in zip(facts.names, facts.nodes, strict=True)
-            if library in ranks[0].versions
-        }
-        votes = Counter(by_node.values())
+            for each in ranks
+            if library in each.versions
+        ]
+        votes = Counter(version for _, version in by_rank)
         if len(votes) < 2:
             continue
         usual = votes.most_common(1)[0][0]
-        odd = [name for name, version in by_node.items() if version != usual]
+        odd = list(dict.fromkeys(name for name, version in by_rank if version != usual))
+        theirs = next(version for _, version in by_rank if version != usual)
         grave = library in GRAVE
         yield Diagnosis(
             key="versions",
-            title=f"{listed(odd)} {verb(odd, 'run')} {library} {by_node[odd[0]]}, the others {usual}",
+            title=f"{listed(odd)} {verb(odd, 'run')} {library} {theirs}, the others {usual}",
             confidence=0.95 if grave else 0.6,
-            evidence=tuple(f"{version}: {count} of {len(by_node)} nodes" for version, count in votes.most_common(4)),
+            evidence=tuple(f"{version}: {count} of {len(by_rank)} ranks" for version, count in votes.most_common(4)),
             fix=(
                 f"on {listed(odd)}: install {library} {usual}, or start all nodes from one image or environment",
                 *(("a job of mixed versions may hang, refuse to connect, or compute other bits",) if grave else ()),
             ),
             nodes=tuple(odd),
+            wrong=grave,
         )
 
 
@@ -93,6 +97,7 @@ def failing_backends(facts: JobFacts) -> list[Diagnosis]:
             evidence=(f"rank {each.rank}: {each.error}",),
             fix=("what the error says; then run gradwire doctor again",),
             stops=each.backend in ("gloo", "nccl"),
+            wrong=each.backend != "mpi",  # which a job may not use
         )
         for each in facts.backends
         if each.error and "shared memory" not in each.error and not lost

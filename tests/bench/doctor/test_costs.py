@@ -106,6 +106,25 @@ def test_what_costs_nothing_is_a_remark_unless_it_stops_the_job() -> None:
     assert [each.remark for each in diagnose(unreached)] == [False, True]
 
 
+@pytest.mark.parametrize(("library", "status"), [("gradwire", 1), ("torch", 1), ("nccl", 1), ("python", 0)])
+def test_unlike_versions_are_a_fault_although_they_cost_nothing(library: str, status: int) -> None:
+    """Also of one rank among several of its node."""
+    facts = everywhere(job(), versions={library: "2.1"})
+    assert diagnose(facts) == [] and len(facts.nodes[1]) > 1
+    last = facts.ranks[-1].rank
+    ranks = tuple(replace(each, versions={library: "2.0"}) if each.rank == last else each for each in facts.ranks)
+    (found,) = diagnose(replace(facts, ranks=ranks))
+    assert (found.key, found.remark, found.nodes) == ("versions", not status, ("node1",))
+    options = argparse.Namespace(json=STDOUT, svg=None)
+    assert command._report(replace(facts, ranks=ranks), options, 1.0) == status
+
+
+def test_a_backend_that_fails_is_a_fault_and_mpi_s_a_remark() -> None:
+    for backend, remark in (("gradwire", False), ("mpi", True)):
+        failed = BackendTime(backend=backend, nbytes=4, seconds=None, error="RuntimeError: no", rank=1)
+        assert [each.remark for each in diagnose(replace(job(), backends=(failed,)))] == [remark]
+
+
 def test_other_programs_traffic_comes_before_a_slow_node_whose_cost_is_assumed() -> None:
     facts = job(gloo=2.1)
     work = tuple(replace(healthy(3).work[0], rank=each.rank, again=(0.2,) * 5) for each in facts.nodes[1])
