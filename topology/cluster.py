@@ -37,6 +37,7 @@ class Link:
         sender_nics: Number of NICs that one sender reaches, those near its GPU; None means as many as it has flows. A
             ring or tree over all ranks crosses through every GPU in turn and reaches all NICs (`spread`).
         presumed: True if these figures are assumptions: neither published, nor set by the user, nor measured.
+        nvlink: True between hosts of one NVLink domain, which exchange over NVLink and use no NIC.
     """
 
     alpha_seconds: float
@@ -52,6 +53,7 @@ class Link:
     on_processor: bool = False
     sender_nics: int | None = None
     presumed: bool = False
+    nvlink: bool = False
 
     def __post_init__(self) -> None:
         for name in ("alpha_seconds", "gap_seconds", "exchange_alpha_seconds"):

@@ -27,6 +27,7 @@ class Hardware:
         fabric: Properties of the GPUs for NCCL's cost model; None for ranks that keep their gradients in host memory,
             and if they are not known.
         nic_unknown: Reason why `nic` is None, if the rank's GPU cannot be determined; empty otherwise.
+        nvlink_domain: NVLink domain of several hosts that all GPUs of the machine have joined; empty if there is none.
     """
 
     intra_node: float | None
@@ -37,6 +38,7 @@ class Hardware:
     nics: int | None = None
     fabric: GpuFabric | None = None
     nic_unknown: str = ""
+    nvlink_domain: str = ""
 
 
 def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = None) -> Hardware:
@@ -72,4 +74,5 @@ def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = N
         fastest=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
         nics=len(driven) or None,
         fabric=fabric_of(machine),
+        nvlink_domain=machine.nvlink_domain or "",
     )

@@ -4,7 +4,9 @@ Source: NVIDIA DGX A100 and DGX H100 user guides (block diagrams); the A100's PC
 it there: two GPUs and two NICs below each stack of switches, all at PXB.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from gradwire.topology.bandwidth import nvlink_bytes_per_second, xgmi_bytes_per_second
@@ -61,6 +63,32 @@ def dgx_h100() -> Machine:
                enumerate(("2a", "aa"))]  # fmt: skip
     cpus = [_cpu(numa, numa, "GenuineIntel", 0x8F, 56) for numa in range(2)]
     return _sxm(Machine(cpus=tuple(cpus), switches=tuple(switches), nics=(*nics, *storage)), gpus, (5, 4, 4, 5))
+
+
+def gb200_nvl72() -> Machine:
+    """Returns a compute tray of a GB200 NVL72: 2 Grace, 4 GB200 and 4 NICs of 400 Gb/s, one of 18 of its NVLink domain.
+
+    Source: NVIDIA GB200 NVL72 data sheet and DGX GB200 user guide (18 NVLinks of a GPU, all to switch trays).
+    """
+    cpus = tuple(
+        Cpu(key=f"numa{i}", numa=i, socket=i, architecture="arm64", cores=f"{72 * i}-{72 * i + 71}") for i in range(2)
+    )
+    gpus = tuple(
+        replace(_gpu(i, f"{8 * (i % 2) + 16 * (i // 2):04x}:01:00.0", f"numa{i // 2}", "NVIDIA GB200", 100, GEN5),
+                nvlink_domain="nvl72/0")
+        for i in range(4)
+    )  # fmt: skip
+    nics = tuple(
+        _nic(f"mlx5_{i}", f"{i % 2 + 16 * (i // 2):04x}:03:00.0", f"numa{i // 2}", 400e9, GEN5) for i in range(4)
+    )
+    links = tuple(
+        DeviceLink(a=gpu.key, b="hidden", kind="nvlink", count=18, bytes_per_second=nvlink_bytes_per_second(gpu, 18))
+        for gpu in gpus
+    ) + tuple(DeviceLink(a=gpu.key, b=gpu.parent or "", kind="c2c") for gpu in gpus)
+    return Machine(
+        hostname="gb200_nvl72", cpus=cpus, gpus=gpus, nics=nics, nvswitches=(NvSwitch(key="hidden"),), links=links,
+        links_known=True, sources=("preset",), virtual=False,
+    )  # fmt: skip
 
 
 def pcie_box(gpus: int = 4) -> Machine:
@@ -244,3 +272,20 @@ def _nic(name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLin
     return Nic(
         key=bus, bus=bus, parent=parent, vendor=vendor, class_code=class_code, driver=driver, pcie=pcie, ports=(port,)
     )
+
+
+PRESETS: dict[str, Callable[[], Machine]] = {
+    "dgx_a100": dgx_a100,
+    "dgx_h100": dgx_h100,
+    "dgx_spark": dgx_spark,
+    "gb200_nvl72": gb200_nvl72,
+    "mi300x": mi300x,
+    "p4d": p4d,
+    "pcie_box": pcie_box,
+    "pcie_box_8": partial(pcie_box, 8),
+    "rtx_5090": rtx_5090,
+    "rtx_pro_6000": rtx_pro_6000,
+    "strix_halo": strix_halo,
+    "cpu_only": cpu_only,
+}
+"""Name for the command line -> function that describes such a machine."""

@@ -50,6 +50,7 @@ DEVICES = (
     Device("H100", 989.0, "NVIDIA H100 data sheet"),
     Device("H200", 989.0, "NVIDIA H200 data sheet"),
     Device("B200", 2250.0, "NVIDIA DGX B200 data sheet"),
+    Device("GB200", 2500.0, "NVIDIA GB200 NVL72 data sheet, a 72nd of half of the figure with sparsity"),
     Device("MI300X", 1307.0, "AMD Instinct MI300X data sheet"),
     Device("MI355X", 2516.0, "AMD Instinct MI355X data sheet"),
     Device("Radeon 8060S", 59.0, "AMD Ryzen AI Max+ 395: 40 compute units, 512 operations each, 2.9 GHz"),

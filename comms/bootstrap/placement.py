@@ -19,6 +19,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.environment import local_rank, visibility
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
 from gradwire.topology.host_summary import Hardware, host_summary
+from gradwire.topology.nvlink_domain import joined_by_nvlink, same_domain
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
 """Link inside a node until it is measured, if the topology does not give it: shared memory of a small host."""
@@ -103,14 +104,15 @@ def hardware(local_rank: int | None, device_type: str) -> Hardware:
         device_type: `cpu` or `cuda`: type of the gradients' device.
     """
     host = host_summary(local_rank, visibility())
-    return host if device_type == "cuda" else replace(host, intra_node=None, fabric=None)
+    return host if device_type == "cuda" else replace(host, intra_node=None, fabric=None, nvlink_domain="")
 
 
 def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
     """Build the cluster: the place of each rank, and links with configured, detected or default speeds.
 
     For CUDA the links are NCCL's: its latencies over NVLink, PCIe and the kind of network, the NICs that the nodes'
-    GPUs drive, and the fabric if all ranks know theirs. Links that the topology does not give are marked `presumed`.
+    GPUs drive, and the fabric if all ranks know theirs; NVLink between the hosts of one NVLink domain. Links that the
+    topology does not give are marked `presumed`.
 
     Args:
         infos: Infos of all ranks, in rank order.
@@ -136,9 +138,11 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
         return with_node_rates(cluster, _node_rates(infos, cluster))
     fabric = _common([info.hardware.fabric for info in infos])
     cluster = _with_links(locations, *_of_gpus(infos, cluster, fabric, config))
+    nvls_possible = any(info.nvls_possible for info in infos)
+    if len(cluster.nodes) > 1 and same_domain([info.hardware.nvlink_domain for info in infos]):
+        return replace(joined_by_nvlink(cluster), nvls_possible=nvls_possible)
     cluster = replace(with_node_rates(cluster, _node_rates(infos, cluster)), equal_sums=True)
     presumed = any(cluster.levels[number].link.presumed for number in cluster.wide_levels)
-    nvls_possible = any(info.nvls_possible for info in infos)
     return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric, nvls_possible=nvls_possible)
 
 

@@ -13,6 +13,7 @@ from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform
 from gradwire.topology.fabric import CHANNELS_PER_NIC, TCP_ALPHA_SECONDS, TCP_SHARE, fabric_of, sender_nics
 from gradwire.topology.graph import Machine
 from gradwire.topology.levels import levels_of
+from gradwire.topology.nvlink_domain import cluster_of_domains
 
 HOST_MEMORY_BYTES_PER_SECOND = 5e9
 """Bytes per second of a rank on a CPU through shared memory: all-reduces of 64 MB, EPYC (Zen 4), 2026."""
@@ -67,6 +68,8 @@ def cluster_of_machines(
         Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, inside or HOST_MEMORY_BYTES_PER_SECOND)),
         Level(LEVEL_NAMES[1], over_distance(outside, nodes, round_trip_seconds, loss)),
     )
+    if machine.nvlink_domain is not None and nodes > 1:
+        return cluster_of_domains(count, nodes, levels)
     fabric = fabric_of(machine, network=None if nic_bits_per_second is None else "tcp")
     return replace(uniform_cluster((count, nodes), levels), fabric=fabric, equal_sums=fabric is not None)
 

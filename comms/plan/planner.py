@@ -341,8 +341,12 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
 
 
 def _taken(cluster: Cluster, phase: Phase) -> int:
-    """Returns the resource that a phase uses: the links of its level, or the processor for shared memory."""
-    return PROCESSOR if cluster.levels[phase.level].link.on_processor else phase.level
+    """Returns the resource that a phase uses: the links of its level, or the processor for shared memory.
+
+    Between hosts of one NVLink domain a GPU uses the links that it has inside its host, too.
+    """
+    link = cluster.levels[phase.level].link
+    return PROCESSOR if link.on_processor else 0 if link.nvlink else phase.level
 
 
 def nccl_seconds(

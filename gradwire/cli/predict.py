@@ -4,9 +4,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_can_plot, check_number, check_output, read_input
@@ -28,26 +26,13 @@ from gradwire.comms.plan.overlap import FORWARD_SHARE
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
-from gradwire.topology import presets
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
+from gradwire.topology.presets import PRESETS
 from gradwire.topology.printable import shortened
 from gradwire.topology.readers.files import read_file
 
-PRESETS: dict[str, Callable[[], Machine]] = {
-    "dgx_a100": presets.dgx_a100,
-    "dgx_h100": presets.dgx_h100,
-    "dgx_spark": presets.dgx_spark,
-    "mi300x": presets.mi300x,
-    "p4d": presets.p4d,
-    "pcie_box": presets.pcie_box,
-    "pcie_box_8": partial(presets.pcie_box, 8),
-    "rtx_5090": presets.rtx_5090,
-    "rtx_pro_6000": presets.rtx_pro_6000,
-    "strix_halo": presets.strix_halo,
-    "cpu_only": presets.cpu_only,
-}
 ASSUMED = "pcie_box"
 """Preset that is used if neither --preset nor --topology is set: users with slow links have no DGX."""
 MOST_RANKS_OF_A_NODE = 1024

@@ -253,7 +253,9 @@ def as_table(
             markup=False,
         )
     # The table, fastest step first after the recommended one, and its legend and notes.
-    table = table_of("", "plan", "compressor", "step ms", "comm ms", "NIC MB", *(["adds ms"] if known else []), "limit")
+    over = "NVLink" if cluster.levels[-1].link.nvlink else "NIC"
+    adds = ["adds ms"] if known else []
+    table = table_of("", "plan", "compressor", "step ms", "comm ms", f"{over} MB", *adds, "limit")
     shown = advice.candidates if everything else candidates_that_matter(advice, answer.torch_hook)
     for candidate in sorted(
         shown, key=lambda candidate: (not _is_recommended(candidate, advice), candidate.step_seconds)
@@ -265,7 +267,7 @@ def as_table(
         "flat: one all-reduce over all ranks, as plain DDP",
         *(["step: forward, backward, and what communication adds"] if known else []),
         "comm: one all-reduce of all gradients",
-        "NIC: sent by a node",
+        f"{over}: sent by a {'rack' if cluster.depth > 2 else 'node'}",
     ]
     legend += ["adds: what of it does not hide behind backward"] if known else []
     legend += ["torch fp16 hook: torch's fp16_compress_hook"] if answer.torch_hook in shown else []
@@ -294,7 +296,8 @@ def describe_cluster(cluster: Cluster) -> str:
     nic = cluster.levels[-1].link
     by_node = [rate(each) for each in cluster.levels[-1].unit_rates]
     shown = f"{', '.join(by_node)} of data by node" if by_node else f"{rate(nic.bytes_per_second)} of data a node"
-    return f"{cluster.describe()}, {shown} through {nic.nics} NIC{'s' * (nic.nics > 1)}"
+    over = "over NVLink, no card" if nic.nvlink else f"through {nic.nics} NIC{'s' * (nic.nics > 1)}"
+    return f"{cluster.describe()}, {shown} {over}"
 
 
 def describe_effort(planning_seconds: float, left_out: int) -> str:
@@ -342,7 +345,7 @@ def _row(candidate: Candidate, advice: Advice, known: bool) -> list[str]:
         candidate.compressor,
         f"{candidate.step_seconds * 1e3:.2f}",
         f"{candidate.seconds * 1e3:.2f}",
-        f"{candidate.plan.bytes_by_level.get('inter_node', 0.0) / 1e6:.1f}",
+        f"{list(candidate.plan.bytes_by_level.values())[-1] / 1e6:.1f}",
         *([f"{candidate.exposed_seconds * 1e3:.2f}"] if known else []),
         candidate.limit.removesuffix(" of messages"),
     ]

@@ -43,6 +43,23 @@ def test_a_card_for_each_gpu_needs_no_compression(capsys: pytest.CaptureFixture[
     assert "Do not compress" in recommend["why"]  # type: ignore[index]
 
 
+def test_trays_of_one_nvlink_domain_need_no_card_and_no_compressor(capsys: pytest.CaptureFixture[str]) -> None:
+    """Up to 18 trays of 4 GPUs are one domain, whatever their cards have; 36 are two, joined by cards."""
+    tray = ["--preset", "gb200_nvl72", "--gradient-mb", "2000", "--backward-ms", "40", "--nic", "10gbit"]
+    times = {}
+    for nodes in ("1", "2", "18", "36"):
+        answer = ask(capsys, *tray, "--nodes", nodes)
+        times[nodes] = answer["plans"]["flat"]["seconds"]  # type: ignore[index]
+        recommended = answer["recommend"]["compressor"]  # type: ignore[index]
+        assert (recommended == "none") is (nodes != "36"), nodes
+    assert times["2"] < 2 * times["1"] and times["18"] < 2 * times["1"] < times["36"]
+    assert main([*tray, "--nodes", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "over NVLink, no card" in text and "NVLink MB" in text and "NIC" not in text
+    assert main([*tray, "--nodes", "36"]) == 0
+    assert "36 nodes x 4 ranks, 2 racks" in capsys.readouterr().out
+
+
 def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*AIAK, "--optimizer", "adam"]) == 0
     text = capsys.readouterr().out

@@ -14,7 +14,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.topology.fabric import fabric_of
 from gradwire.topology.host_summary import Hardware
-from gradwire.topology.presets import dgx_h100, p4d
+from gradwire.topology.presets import dgx_h100, gb200_nvl72, p4d
 
 
 def peer_infos(hosts: str, locations: list[tuple[str, ...]] | None = None) -> list[PeerInfo]:
@@ -102,6 +102,21 @@ def test_cuda_ranks_plan_with_nccls_latencies_and_all_nics() -> None:
     assert cluster.fabric is not None and cluster.fabric.nvls
     assert cluster == replace(cluster_of_machines(dgx_h100(), 2), locations=cluster.locations)
     assert not intra.presumed and not inter.presumed
+
+
+def test_hosts_of_one_nvlink_domain_are_joined_by_nvlink_and_others_by_their_nics() -> None:
+    """Two trays of an NVL72: 722 GB/s a GPU between them as inside, whatever their cards have."""
+    tray = {"intra_node": 721.8e9, "fabric": fabric_of(gb200_nvl72()), "nvlink_domain": "aa/1"}
+    infos, config = gpu_ranks("aaaabbbb", **tray)
+    inter = cluster_of(infos, config).levels[1].link
+    assert (inter.bytes_per_second, inter.alpha_seconds, inter.nvlink) == (4 * 721.8e9, 3.4e-6, True)
+    assert cluster_of(infos, config) == replace(
+        cluster_of_machines(gb200_nvl72(), 2), locations=cluster_of(infos, config).locations
+    )
+    other = [replace(e, hardware=replace(e.hardware, nvlink_domain="aa/2")) for e in infos[4:]]
+    assert not cluster_of([*infos[:4], *other], config).levels[1].link.nvlink
+    alone, config = gpu_ranks("aaaa", **tray)
+    assert cluster_of(alone, config).fabric is not None
 
 
 def test_few_ranks_drive_few_nics() -> None:
