@@ -34,7 +34,30 @@ OTHER_TOOLS = (
         "`nvbandwidth`",
         "give `nvidia-smi topo -m`",
     ),
-    (r"^# nThread \d+ nGpus \d+", "the table of nccl-tests", "give `nvidia-smi topo -m`"),
+    (
+        r"^# nThread \d+ nGpus \d+|^# +size +count +type +redop",
+        "the table of nccl-tests",
+        "give `nvidia-smi topo -m`",
+    ),
+    (
+        r"^(?:index|name|uuid|timestamp|gpu_name|pci\.bus_id)(?:, ?[\w.]+(?: \[\w+\])?)+$",
+        "`nvidia-smi --query-gpu`",
+        "give `nvidia-smi topo -m`",
+    ),
+    (r"^# dmidecode \d", "`dmidecode`", "give `nvidia-smi topo -m`, or `lspci -vvv` as root"),
+    (r"^provider: \w+\n\s+fabric: ", "`fi_info`", "`gradwire topo` reads the cards itself"),
+    (r"^# +Memory domain: |^# +Transport: ", "`ucx_info -d`", "`gradwire topo` reads the cards itself"),
+    (
+        r"^Operational Info\n-+|^MST modules:|^(?:CA|Switch): (?:0x|\w+ HCA)|^# Topology file: generated on",
+        "a tool of the InfiniBand fabric",
+        "`gradwire topo` reads /sys/class/infiniband itself",
+    ),
+    (r"^NodeName=\w|^PARTITION +AVAIL", "Slurm's `scontrol` or `sinfo`", "give `nvidia-smi topo -m` of the node"),
+    (
+        r"^(?:strict )?(?:di)?graph\b.*\{",
+        "a graph of Graphviz",
+        "give `lstopo file.xml`, or the text that it was made of",
+    ),
     (
         r"^\s*(?:-\+-|-)\[[0-9a-f]{4}:[0-9a-f]{2}(?:-[0-9a-f]{2})?\]-|^\s*[+\\]-[0-9a-f]{2}\.[0-9a-f]",
         "`lspci -t`",
@@ -80,6 +103,11 @@ OTHER_TOOLS = (
     (r"^Architecture: +\w", "`lscpu`", "`gradwire topo` reads that itself; or give `lstopo file.xml`"),
     (r"^available: \d+ nodes \(", "`numactl -H`", "`gradwire topo` reads that itself; or give `lstopo file.xml`"),
     (r"^Module +Size +Used by", "`lsmod`", "`gradwire gdr-check` reads that itself"),
+    (
+        r"^[\w.@-]+ +(?:UP|DOWN|UNKNOWN) +(?:(?:[0-9a-f]{2}:){5}[0-9a-f]{2}|[\d.]+/\d+)",
+        "`ip -br link`",
+        "`gradwire topo` reads that itself; or give `nvidia-smi topo -m`",
+    ),
     (r"^\d+: [\w.@-]+: <[A-Z]", "`ip link`", "`gradwire topo` reads that itself; or give `nvidia-smi topo -m`"),
     (r"^Settings for [\w.-]+:", "`ethtool`", "`gradwire topo` reads that itself; or give `nvidia-smi topo -m`"),
     (r"<!DOCTYPE html|<html\b", "a web page", "give the file itself, as `raw` shows it"),

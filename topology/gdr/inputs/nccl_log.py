@@ -45,8 +45,9 @@ _LOCAL_CHANNEL = re.compile(
     r"(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[.{0,20}?\])? -> \d+(?:\[.{0,20}?\])? via (P2P/MNNVL|P2P|SHM|direct)"
 )
 """`P2P/MNNVL`: over NVLink, also between hosts of one NVLink domain. Source: NCCL v2.30 src/transport/p2p.cc."""
-_HOST = re.compile(r"^(?:\[[^\]]{1,40}\] ?)?([\w.-]{1,64}):\d+:\d+ ")
-"""`node1:123:456 [0] NCCL INFO`, behind a time stamp where NCCL_DEBUG_TIMESTAMP_FORMAT asks for one."""
+_HOST = re.compile(r"(?:^|[\s:|>\]])([\w.-]{1,64}):\d+:\d+ \[")
+"""`node1:123:456 [0] NCCL INFO`, behind a time stamp where NCCL_DEBUG_TIMESTAMP_FORMAT asks for one, and behind what a
+launcher or a shell puts before each line: `[default0]:`, `3: `, `[1,0]<stdout>:`, `node1 | `."""
 _MAX_WARNINGS = 16
 _PATH_LINE = re.compile(r"(GPU|NET)/\S+ ?:")
 _PATH_ENTRY = re.compile(r"(GPU|NET)/(\S+) \(\d+/[\d.]+/([A-Z0-9]{2,4})\)")

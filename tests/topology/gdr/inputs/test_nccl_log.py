@@ -455,6 +455,13 @@ def test_what_the_log_states_is_used(case: str, tmp_path: Path) -> None:
             assert "nvidia" not in host.fix.lower() and "M1" not in host.fix, host
 
 
+@pytest.mark.parametrize("before", ["", "[default{}]:", "{}: ", "[1,{}]<stdout>:", "g{} | ", "[2026-11-29 02:00:00] "])
+def test_a_host_is_known_behind_what_a_launcher_puts_before_its_lines(before: str) -> None:
+    lines = [f"{before.format(rank)}g{rank}:1:2 [0] NCCL INFO Channel 00/0 : {rank}[0] -> {1 - rank}[0] via P2P/MNNVL"
+             for rank in range(2)]  # fmt: skip
+    assert parse_nccl_log(lines).hosts_with_local == {"g0", "g1"}
+
+
 def _from_file(lines: list[str], folder: Path) -> Finding:
     """The finding of the same lines read from a file, where lines without interest are skipped."""
     (folder / "log").write_text("\n".join(lines))
