@@ -289,3 +289,26 @@ PRESETS: dict[str, Callable[[], Machine]] = {
     "cpu_only": cpu_only,
 }
 """Name for the command line -> function that describes such a machine."""
+
+_BY_GPU = (
+    ("A100", "dgx_a100"),
+    ("H100 PCIe", "pcie_box"),
+    ("H100", "dgx_h100"),
+    ("H200", "dgx_h100"),
+    ("GB200", "gb200_nvl72"),
+    ("GB10", "dgx_spark"),
+    ("MI300X", "mi300x"),
+    ("RTX 5090", "rtx_5090"),
+    ("RTX PRO 6000", "rtx_pro_6000"),
+    ("8060S", "strix_halo"),
+)
+"""Part of a GPU's name -> preset with such GPUs; the first that fits counts."""
+
+
+def preset_with(gpu_name: str) -> str:
+    """Returns the name of the preset with such GPUs; `pcie_box`, whose GPUs are slow, if there is none.
+
+    Args:
+        gpu_name: Name that the driver reports.
+    """
+    return next((preset for part, preset in _BY_GPU if part in gpu_name), "pcie_box")

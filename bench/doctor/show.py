@@ -16,6 +16,7 @@ from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobF
 from gradwire.bench.terminal import right_columns
 from gradwire.comms.plan import overlap
 from gradwire.topology.nccl_variables import WANTED_HERE
+from gradwire.topology.presets import preset_with
 from gradwire.topology.wording import duration, nbytes, rate
 
 MOST_PAIRS = 15
@@ -201,8 +202,10 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
         far = f" --rtt {1e3 * trip:.3g}ms" + (f" --loss {100 * lost:.2g}%" if lost >= LOST_SHARE else "")
     computed = computed_seconds(facts)
     backward = f" --backward-ms {1e3 * computed / (1 + overlap.FORWARD_SHARE):.1f}" if computed is not None else ""
+    names = [gpu.name for each in facts.ranks for gpu in each.gpus] or [""]
+    preset = preset_with(names[0]) if facts.has_gpus else "cpu_only"
     return (
-        f"gradwire predict --preset {'pcie_box' if facts.has_gpus else 'cpu_only'} --nodes {len(facts.nodes)} "
+        f"gradwire predict --preset {preset} --nodes {len(facts.nodes)} "
         f"--ranks-per-node {ranks} --nic {nic}{far} "
         f"--gradient-mb {facts.gradient_nbytes / 1e6:g}{backward}"
     )

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradwire.bench.doctor import checks, show
+from gradwire.__main__ import COMMANDS
+from gradwire.bench.compare import options as comparison
+from gradwire.bench.doctor import checks, command, show
 from gradwire.bench.doctor.checks import diagnose
 from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.network import doubtful_pairs
@@ -27,10 +29,15 @@ from gradwire.bench.doctor.facts import (
     UnreachedPair,
 )
 from gradwire.bench.doctor.script import judge
+from gradwire.bench.emulation import command as emulation
+from gradwire.bench.nccl_tests import options
 from gradwire.bench.nccl_tests.start import OWN_LAUNCHER
+from gradwire.cli import gdr_check, topo
+from gradwire.cli.predict import build_parser, read_question
 from gradwire.topology.nccl_variables import HARMFUL, NCCL_GUIDE, HarmfulVariable
 from support.doctor import everywhere, healthy, interface, on_node, slowed
 
+ROOT = Path(__file__).resolve().parents[3]
 SEEDS = range(20)
 
 PUBLIC = re.compile(
@@ -617,3 +624,71 @@ def test_a_script_that_ends_early_has_no_split_of_other_steps(steps: int, split:
     Path(f"{record}.split").write_text(json.dumps({"activity": {"backward": 40.0}}))
     found = judge(record, 0, False, [])
     assert (found.step_seconds, bool(found.activity)) == (1.0, split)
+
+
+COMMAND = re.compile(r"\bgradwire ([a-z][a-z-]+)\b(?!=)((?: +[^\s#`;]+)*)")
+PARSERS: dict[str, Callable[[list[str]], object]] = {
+    "predict": lambda words: read_question(build_parser().parse_naming(words, "--topology")),
+    "doctor": lambda words: command.parser().parse_args(words),
+    "bench": options.parse,
+    "gdr-check": lambda words: gdr_check.parser().parse_args(words),
+    "topo": lambda words: topo.parser().parse_args(words),
+    "emulate": lambda words: emulation.build_parser().parse_args(words),
+    "compare": lambda words: comparison.build_parser().parse_args(words),
+}
+
+
+def typed(text: str) -> list[list[str]]:
+    """The commands of gradwire in a text: the words of those with options, the first word of others."""
+    found = [(match[1], match[2].split()) for match in COMMAND.finditer(text)]
+    return [[name, *(words if any(word.startswith("-") for word in words) else [])] for name, words in found]
+
+
+def check_typed(text: str) -> int:
+    """Parses the commands of a text as they stand; returns their number."""
+    found = [words for words in typed(text) if words[0] in COMMANDS]
+    for name, *words in found:
+        if words:
+            PARSERS[name](words)
+    return len(found)
+
+
+def test_every_command_that_a_report_prints_is_one_that_gradwire_takes() -> None:
+    """Of each kind of fault, of a job on GPUs and one without, and of one machine alone."""
+    count = 0
+    for seed in SEEDS[:2]:
+        for _, fault in FAULTS.values():
+            facts = fault(healthy(seed, nodes=4))
+            found = diagnose(facts)
+            text = "\n".join([*(line for each in found for line in (*each.fix, *each.evidence)),
+                              *show.verdict(facts, found)])  # fmt: skip
+            count += check_typed(text)
+            count += check_typed("\n".join(show.verdict(replace(facts, ranks=facts.ranks[:1], pairs=()), [])))
+    assert count > 2 * len(FAULTS)
+
+
+def test_the_command_for_a_job_on_gpus_has_their_machine() -> None:
+    for name, preset in (("NVIDIA H100 80GB HBM3", "dgx_h100"), ("NVIDIA A100-SXM4-40GB", "dgx_a100"),
+                         ("NVIDIA GB200", "gb200_nvl72"), ("Tesla T4", "pcie_box")):  # fmt: skip
+        gpus = (GpuState(index=0, name=name),)
+        facts = everywhere(healthy(1, nodes=2), gpus=gpus, device="cuda")
+        assert f"--preset {preset} " in show.verdict(facts, [])[1]
+
+
+ADVISING = ("bench/doctor", "bench/selftest", "bench/compare", "topology", "gradwire/cli", "comms")
+
+
+def test_every_command_in_a_message_is_one_that_gradwire_takes() -> None:
+    count = 0
+    for file in (file for folder in ADVISING for file in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        # Neither docstrings nor pieces of a line that is put together.
+        others = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        others |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in others:
+                try:
+                    count += check_typed(node.value.replace("...", ""))
+                except (SystemExit, ValueError) as error:
+                    raise AssertionError(f"{file}:{node.lineno}: {node.value!r}") from error
+    assert count > 30

@@ -106,7 +106,7 @@ def test_cuda_ranks_plan_with_nccls_latencies_and_all_nics() -> None:
 
 def test_hosts_of_one_nvlink_domain_are_joined_by_nvlink_and_others_by_their_nics() -> None:
     """Two trays of an NVL72: 722 GB/s a GPU between them as inside, whatever their cards have."""
-    tray = {"intra_node": 721.8e9, "fabric": fabric_of(gb200_nvl72()), "nvlink_domain": "aa/1"}
+    tray: dict[str, Any] = {"intra_node": 721.8e9, "fabric": fabric_of(gb200_nvl72()), "nvlink_domain": "aa/1"}
     infos, config = gpu_ranks("aaaabbbb", **tray)
     inter = cluster_of(infos, config).levels[1].link
     assert (inter.bytes_per_second, inter.alpha_seconds, inter.nvlink) == (4 * 721.8e9, 3.4e-6, True)

@@ -118,8 +118,8 @@ def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, 
                 f"the default level is {level}",
             )
     if value is not None and parse_level(value, host.nccl_version) is None:
-        old = host.nccl_version is not None and host.nccl_version < (2, 6)
-        wanted = "a number from 0 to 5, as NCCL before 2.6 reads it" if old else f"one of {', '.join(LEVELS)}"
+        numbers = host.nccl_version is not None and host.nccl_version < (2, 6)
+        wanted = "a number from 0 to 5, as NCCL before 2.6 reads it" if numbers else f"one of {', '.join(LEVELS)}"
         return f"{_shown(host, 'NCCL_NET_GDR_LEVEL')} is no level: NCCL ignores it", wanted
     if host.setting("NCCL_NET_GDR_READ") == "0":
         return (

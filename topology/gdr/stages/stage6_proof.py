@@ -255,7 +255,7 @@ def with_and_without(host: Host) -> Finding:
     """
     staged, default = host.bandwidths.get("LOC"), host.bandwidths.get("default")
     if not staged or default is None:
-        return unknown(host.proof_error or "not measured", "torchrun ... -m gradwire gdr-check --prove on two hosts")
+        return unknown(host.proof_error or "not measured", "on two hosts: torchrun ... -m gradwire gdr-check --prove")
     shown = f"{default:.1f} Gb/s as configured, {staged:.1f} through the host"
     return (
         warned(shown, "try NCCL_NET_GDR_READ=0, or a lower NCCL_NET_GDR_LEVEL")
