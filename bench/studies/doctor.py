@@ -261,7 +261,6 @@ class DoctorRun:
     seconds: float
     expected: InjectedFault | None = None
     load: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def right(self) -> bool:
@@ -305,7 +304,6 @@ def examine(fault: InjectedFault | None) -> DoctorRun:
         seconds=seconds,
         expected=fault,
         load=os.getloadavg()[0],
-        facts=said["facts"],
     )
 
 
@@ -333,7 +331,6 @@ def main(argv: list[str]) -> int:
     parser = StudyParser("doctor", __doc__)
     parser.add_argument("--healthy", type=int, default=20, metavar="N", help="runs on a healthy cluster (default 20)")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="faults by their names' beginnings")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     runs: list[DoctorRun] = []
     console = Console(width=150)
@@ -357,8 +354,6 @@ def main(argv: list[str]) -> int:
         f"{len(ten) - missed} of {len(ten)} faults named first; {blamed} of {options.healthy} healthy clusters blamed; "
         f"{machine_line()}"
     )
-    if options.json is not None:
-        options.json.write_text(json.dumps([vars(run) | {"expected": None} for run in runs], indent=1) + "\n")
     return int(missed > 1 or blamed > 0)
 
 

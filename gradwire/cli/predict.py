@@ -4,12 +4,14 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_can_plot, check_number, check_output, read_input
 from gradwire.bench.compare.devices import all_on_machine, on_machine
 from gradwire.bench.compare.public_models import PUBLIC_MODELS, PublicModel
+from gradwire.bench.doctor.checks.steps import FIRST_BUCKET_NBYTES
 from gradwire.bench.emulation.paths import parse_loss, parse_seconds
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.pipe import reader_may_leave
@@ -289,7 +291,30 @@ def read_question(options: argparse.Namespace) -> Question:
         else (options.parameters or 0) * ELEMENT_NBYTES / 1e6,
     )
     nbytes = nbytes * element // ELEMENT_NBYTES
-    return Question(machine, options, layout, _workload(options, nbytes, options.backward_ms / 1e3))
+    workload = _workload(options, nbytes, options.backward_ms / 1e3)
+    if options.model_json is not None:
+        sizes = [element * (piece.stop - piece.start) for piece in layout.slices]
+        workload = replace(workload, bucket_sizes=buckets_of_parameters(sizes, workload.bucket_nbytes))
+    return Question(machine, options, layout, workload)
+
+
+def buckets_of_parameters(sizes: Sequence[int], cap_nbytes: int) -> tuple[int, ...]:
+    """Returns the bytes of DDP's buckets, which hold whole parameters, from the last one to the first.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size; distributed.py (with the default
+    cap the first bucket has a smaller one).
+
+    Args:
+        sizes: Bytes of each parameter, in the model's order.
+        cap_nbytes: Bytes from which a bucket is full.
+    """
+    made, held, cap = [], 0, FIRST_BUCKET_NBYTES if cap_nbytes == BUCKET_NBYTES else cap_nbytes
+    for nbytes in reversed(sizes):
+        held += nbytes
+        if held >= cap:
+            made.append(held)
+            held, cap = 0, cap_nbytes
+    return (*made, *([held] if held else []))
 
 
 def ranks_of(machine: Machine, options: argparse.Namespace) -> int:

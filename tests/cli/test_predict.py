@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.cli.predict import OPTIMIZERS, main
+from gradwire.cli.predict import OPTIMIZERS, buckets_of_parameters, main
 from gradwire.cli.predict_show import node_counts
 from gradwire.compressors import registry
 from gradwire.compressors.codecs.quantize import QuantizeCodec
@@ -41,6 +41,15 @@ def test_a_card_for_each_gpu_needs_no_compression(capsys: pytest.CaptureFixture[
     assert recommend["plan"] == "flat"  # type: ignore[index]
     assert recommend["compressor"] == "none"  # type: ignore[index]
     assert "Do not compress" in recommend["why"]  # type: ignore[index]
+
+
+def test_buckets_hold_whole_parameters_from_the_last_one_on() -> None:
+    """As DDP makes them; with its default cap the first bucket has a megabyte."""
+    sizes = [1_245_456, 2_232] * 5
+    pair = 2 * (1_245_456 + 2_232)
+    assert buckets_of_parameters(sizes, 2 << 20) == (pair, pair, pair // 2)
+    assert buckets_of_parameters(sizes, 25 << 20) == (pair // 2, 2 * pair)
+    assert buckets_of_parameters([], 1) == ()
 
 
 def test_trays_of_one_nvlink_domain_need_no_card_and_no_compressor(capsys: pytest.CaptureFixture[str]) -> None:

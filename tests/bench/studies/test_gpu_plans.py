@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench.studies.gpu.plans import CLUSTERS, COLUMNS, main, predict, tables, with_tables
-from gradwire.cli.predict import PRESETS, build_parser, read_question
+from gradwire.cli.predict import build_parser, read_question
+from gradwire.topology.presets import PRESETS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "results" / "gpu_plans.md"
 

@@ -22,7 +22,7 @@ def test_plans_and_compressors_send_what_was_predicted(name: str) -> None:
 
 def made_up(name: str, measured_seconds: float, nic_nbytes: float) -> CheckedCase:
     rounds = (measured_seconds,) * 4
-    return CheckedCase(name, 1e6, nic_nbytes, 1.0, 0.0, measured_seconds, rounds)
+    return CheckedCase(name, 1e6, nic_nbytes, 1.0, measured_seconds=measured_seconds, rounds_seconds=rounds)
 
 
 @pytest.mark.parametrize(

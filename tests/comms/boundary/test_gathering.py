@@ -41,7 +41,7 @@ def said_by_all(monkeypatch: pytest.MonkeyPatch, *others: bytes) -> None:
 def test_a_log_of_nccl_comes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     log = NcclLog(lines=3, version=(2, 27, 3), networks={"IB"}, hosts_with_gdr={"a", "b"}, nearest="PIX")
     log.gdr_channels[0, "send"] += 2
-    log.far_pairs[7, 4] += 1
+    log.far_pairs[7, 4, False] += 1
     log.warnings = {"text": KnownWarning("p", "cause", "fix", "source", "gdr"), "other": None}
     said_by_all(monkeypatch)
     own = RankResult(("host", "boot"), {"nothing": None, "gpus": {"count": 2}}, log)

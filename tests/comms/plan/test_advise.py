@@ -12,6 +12,7 @@ from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
     LEAST_DISTORTION_FIRST,
     SAY_OPTIMIZER,
+    WAIT_SHARE,
     Advice,
     Workload,
     advise,
@@ -150,6 +151,20 @@ def test_buckets_add_up() -> None:
     assert sum(buckets_of(Workload(GRADIENT))) == GRADIENT
     assert buckets_of(Workload(50, bucket_nbytes=20)) == [20, 20, 10]
     assert buckets_of(Workload(0)) == []
+    assert buckets_of(Workload(50, bucket_nbytes=20, bucket_sizes=(30, 20))) == [30, 20]
+
+
+def test_a_compressed_bucket_waits_for_one_in_flight_and_an_exact_one_does_not() -> None:
+    """On CPUs alone: NCCL's calls come in one order on all ranks."""
+    levels = (Level(LEVEL_NAMES[0], Link(1e-5, 5e9)), Level(LEVEL_NAMES[1], Link(1e-4, 4.7e6)))
+    price = codec_price("int8", square_layout(GRADIENT), 2, 20e9)
+    times = {}
+    for library in ("gloo", "nccl"):
+        advice = advise(uniform_cluster((1, 2), levels), Workload(6_240_000, 0.1, 2 << 20), [price], library=library)
+        for name, compressor in (("hierarchical", "none"), ("hierarchical+int8", "int8")):
+            times[library, compressor] = advice.candidate(name).step_seconds
+    assert times["gloo", "none"] == times["nccl", "none"]
+    assert 1.08 < times["gloo", "int8"] / times["nccl", "int8"] < 1 + WAIT_SHARE
 
 
 def test_buckets_wait_for_their_gradients_and_for_the_wire() -> None:
