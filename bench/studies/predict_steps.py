@@ -8,6 +8,7 @@ ms backward. `gradwire predict` is given the rate of the links and the measured 
 """
 
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +23,6 @@ from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.shared.turns import hear_turns, tell_turns
-from gradwire.cli.predict import build_parser, read_question
 from gradwire.comms.plan.codec_price import short_start
 from gradwire.compressors import registry
 
@@ -50,10 +50,9 @@ def _configuration(name: str) -> Configuration:
     model: nn.Module = _sleeping_layers()
     if name != ALONE:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
-    if name == EXACT:
-        gradwire.attach(model)
-    elif name not in (ALONE, PLAIN):
-        gradwire.attach(model, compressor=name, compressor_options=short_start(name))
+    if name not in (ALONE, PLAIN):
+        compressor, options = (None, {}) if name == EXACT else (name, short_start(name))
+        gradwire.attach(model, compressor=compressor, compressor_options=options)
     return Configuration(name, lambda _: model(torch.ones(1, SIDE)).sum().backward(), lambda _: model.zero_grad())
 
 
@@ -78,20 +77,21 @@ def predicted_seconds(nic: str, computing_seconds: float) -> dict[str, float]:
     words = f"--preset cpu_only --nodes 2 --ranks-per-node 1 --nic {nic} --bucket-mb {BUCKET_MB}"
     words += f" --forward-ms {share * FORWARD_SECONDS} --backward-ms {share * BACKWARD_SECONDS} --model-json"
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({name: list(one.shape) for name, one in _sleeping_layers().named_parameters()}, file)
-        file.flush()
-        question = read_question(build_parser().parse_args([*words.split(), file.name]))
-    steps = {each.name: each.step_seconds for each in question.advice(question.cluster(2)).candidates}
-    named = {name.partition("+")[2]: seconds for name, seconds in steps.items() if name.startswith("hierarchical+")}
-    return {ALONE: computing_seconds, PLAIN: steps["flat"], EXACT: steps["hierarchical"], **named}
+        print(
+            json.dumps({n: list(one.shape) for n, one in _sleeping_layers().named_parameters()}), file=file, flush=True
+        )
+        command = [sys.executable, "-m", "gradwire", "predict", "--json", *words.split(), file.name]
+        plans = json.loads(subprocess.check_output(command))["plans"]
+    steps = {name: plan["step_seconds"] for name, plan in plans.items()}
+    named = {name.removeprefix("hierarchical+"): seconds for name, seconds in steps.items()}
+    return named | {ALONE: computing_seconds, PLAIN: steps["flat"], EXACT: steps["hierarchical"]}
 
 
 def main(argv: list[str]) -> int:
     """Measures, and prints the page's data in milliseconds; returns 0."""
     parser = StudyParser("predict_steps", __doc__)
     parser.add_argument("--nic", default="40mbit,100mbit,200mbit", help="rates of the links, one after the other")
-    compressors = ",".join(name for name in registry.names() if name != "none")
-    parser.add_argument("--compressor", metavar="NAMES", default=compressors, help="with commas (default: all)")
+    parser.add_argument("--compressor", default=",".join(registry.names()[1:]), help="with commas (default: all)")
     options = parser.parse_args(argv)
     rows: dict[str, list[float]] = {name: [] for name in (ALONE, PLAIN, EXACT, *options.compressor.split(","))}
     with clean_end():

@@ -261,7 +261,7 @@ KNOWN_WARNINGS = (
         r"NCCL library (?:version )?is (?:too old|not backwards compatible)|compiled with too old version of NCCL",
         "the application was built with another release of NCCL than the one that it loaded",
         "the libnccl of the build first in LD_LIBRARY_PATH; lsof -p PID | grep libnccl shows which one is loaded",
-        "NCCL v2.30 src/dev_runtime.cc",
+        "NCCL src/dev_runtime.cc",
     ),
     KnownWarning(
         r"[Cc]uda failure (?:2\b.*)?'?out of memory",
