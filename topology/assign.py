@@ -6,16 +6,39 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
-from gradwire.topology.graph import Gpu, Machine, Nic
+from gradwire.topology.graph import Gpu, Machine, Nic, Port
 from gradwire.topology.paths import Distances
-from gradwire.topology.visible import visible_gpus
+from gradwire.topology.visible import visible_gpus, without_idle_gpus
 
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
+WIRELESS = 0x0280
+"""PCI class and sub-class that wireless cards have: network controller, other. Source: PCI Code and ID Assignment
+Specification 1.11, section 1.3."""
+
+
 def _speed(nic: Nic) -> float:
-    """Returns the bytes per second by which NICs are ranked: the line rate, else the PCIe link's rate, else 0."""
-    return nic_bytes_per_second(nic) or pcie_bytes_per_second(nic.pcie) or 0.0
+    """Returns the bytes per second by which NICs are ranked: the line rate, else the PCIe link's rate, else 0.
+
+    A wireless card reports no line rate, and its PCIe link is no measure of the air.
+    """
+    wireless = (nic.class_code or 0) >> 8 == WIRELESS
+    return nic_bytes_per_second(nic) or (0.0 if wireless else pcie_bytes_per_second(nic.pcie)) or 0.0
+
+
+def rdma_ports(nic: Nic) -> list[Port]:
+    """Returns the ports of a NIC that are RDMA devices in hardware: InfiniBand, RoCE, EFA, Slingshot."""
+    return [port for port in nic.ports if not port.virtual and port.name not in port.interfaces]
+
+
+def _for_gpus(nics: Sequence[Nic]) -> list[Nic]:
+    """Returns the NICs that NCCL uses: if any has RDMA, those with it alone, however fast the others are.
+
+    Source: NCCL v2.30 src/plugin/net.cc (the first network that finds a device is taken, sockets come last).
+    """
+    usable = _usable(nics)
+    return [nic for nic in usable if any(port.carries for port in rdma_ports(nic))] or usable
 
 
 def _usable(nics: Sequence[Nic]) -> list[Nic]:
@@ -39,8 +62,8 @@ def fastest_nics(nics: Sequence[Nic]) -> list[Nic]:
 def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
     """Assigns a NIC to each GPU: one of the fastest among its nearest, shared by as few GPUs as possible.
 
-    NICs that are down are ignored, as in NCCL, however near they are. Of equally good assignments the one in the
-    machine's order is chosen.
+    As in NCCL, NICs that are down are ignored, however near they are, and those without RDMA if any has it. Of equally
+    good assignments the one in the machine's order is chosen.
 
     Args:
         machine: Machine with the GPUs and NICs.
@@ -51,7 +74,7 @@ def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
     Source: NCCL v2.30 src/transport/net_ib (a port that is not ACTIVE is no device); Kuhn, "The Hungarian method for
     the assignment problem", 1955 (augmenting paths).
     """
-    distances = Distances(replace(machine, nics=tuple(_usable(machine.nics))))
+    distances = Distances(replace(machine, nics=tuple(_for_gpus(machine.nics))))
     choices = {gpu.key: fastest_nics(distances.nearest_nics(gpu)[1]) for gpu in machine.gpus}
     keys = {gpu: [nic.key for nic in nics] for gpu, nics in choices.items()}
     cards = {nic.key: nic for nics in choices.values() for nic in nics}
@@ -118,7 +141,7 @@ def nic_for_local_rank(machine: Machine, local_rank: int, variables: Mapping[str
         The NIC, or None if there is none or it cannot be known.
     """
     if machine.gpus:
-        seen, cards = visible_gpus(machine, variables), nics_of_gpus(machine)
+        seen, cards = visible_gpus(machine, variables), nics_of_gpus(without_idle_gpus(machine, variables))
         if seen.unknown:
             possible = {cards[gpu.key] for gpu in seen.gpus}
             return possible.pop() if len(possible) == 1 else None

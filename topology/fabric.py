@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from gradwire.topology.assign import nics_of_gpus
+from gradwire.topology.assign import nics_of_gpus, rdma_ports
 from gradwire.topology.bandwidth import ALPHA_SECONDS, memory_bytes_per_second
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.graph import Machine, Nic
@@ -105,7 +105,7 @@ def _network_of(nic: Nic) -> str:
     """Returns the kind of network of a NIC: InfiniBand by its PCI class, else that of its RDMA ports, else `tcp`."""
     if (nic.class_code or 0) >> 8 == 0x0207:
         return "infiniband"
-    rdma = [port for port in nic.ports if not port.virtual and port.name not in port.interfaces]
+    rdma = rdma_ports(nic)
     if not rdma:
         return "tcp"
     if nic.vendor == AMAZON:

@@ -58,12 +58,13 @@ def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = N
     from gradwire.topology.labels import nic_name
     from gradwire.topology.levels import levels_of
     from gradwire.topology.readers.detect import detect_machine
-    from gradwire.topology.visible import visible_gpus
+    from gradwire.topology.visible import visible_gpus, without_idle_gpus
 
     machine = detect_machine()
-    intra, inter = levels_of(machine)
+    used = without_idle_gpus(machine, variables or {})
+    intra, inter = levels_of(used)
     nic = nic_for_local_rank(machine, local_rank, variables or {}) if local_rank is not None else None
-    driven = {card.key for card in nics_of_gpus(machine).values() if card is not None}
+    driven = {card.key for card in nics_of_gpus(used).values() if card is not None}
     up = () if nic is None else (port for port in nic.ports if port.carries)
     return Hardware(
         intra_node=intra.bytes_per_second,
@@ -73,6 +74,6 @@ def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = N
         interface=next((port.above or port.bond or name for port in up for name in port.interfaces), None),
         fastest=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
         nics=len(driven) or None,
-        fabric=fabric_of(machine),
+        fabric=fabric_of(used),
         nvlink_domain=machine.nvlink_domain or "",
     )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradwire.topology.graph import Gpu, Machine
 from gradwire.topology.pci_ids import AMD_GPU
@@ -41,6 +41,23 @@ def given_gpus(machine: Machine) -> tuple[Gpu, ...]:
     """
     numbered = [gpu for gpu in machine.gpus if gpu.index is not None]
     return tuple(sorted(numbered, key=lambda gpu: gpu.index or 0)) or machine.gpus
+
+
+def without_idle_gpus(machine: Machine, variables: Mapping[str, str]) -> Machine:
+    """Returns the machine without the GPUs that a job leaves idle: those that its processes do not see.
+
+    A process that sees one GPU is taken to be one of several, each with a GPU of its own: then no GPU counts as idle,
+    nor if it is unknown which GPUs the process sees.
+
+    Args:
+        machine: The process's machine.
+        variables: Name -> value of those variables in `VARIABLES` that are set for the process.
+    """
+    seen = visible_gpus(machine, variables)
+    if seen.unknown or len(seen.gpus) < 2:
+        return machine
+    keys = {gpu.key for gpu in seen.gpus}
+    return replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.key in keys))
 
 
 def visible_gpus(machine: Machine, variables: Mapping[str, str]) -> VisibleGpus:

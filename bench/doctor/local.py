@@ -24,7 +24,7 @@ from gradwire.topology.gdr.process_context import read_process_context
 from gradwire.topology.gdr.rdma import pcie_gigabits
 from gradwire.topology.gdr.runner import run_checks
 from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host
-from gradwire.topology.readers.nvml_calls import NvmlCalls, start_nvml
+from gradwire.topology.readers.nvml_calls import start_nvml
 from gradwire.topology.readers.pci_sysfs import gigatransfers
 from gradwire.topology.readers.small_files import names_in, number_of, text_of
 from gradwire.topology.readers.sysfs import is_virtual
@@ -417,28 +417,13 @@ def gpu_states() -> tuple[GpuState, ...]:
             name=nvml.text("nvmlDeviceGetName", handle) or "",
             sm_mhz=nvml.integer("nvmlDeviceGetClockInfo", handle, CLOCK_SM),
             max_sm_mhz=nvml.integer("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM),
-            p2p=_peers(nvml, index, handles),
+            p2p=nvml.peer_states(handles, index),
             slowed_by=_reasons(nvml.integer("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0),
         )
         for index, handle in handles.items()
     )
     nvml.call("nvmlShutdown")
     return found
-
-
-def _peers(nvml: NvmlCalls, index: int, handles: Mapping[int, object]) -> tuple[int, ...]:
-    """Returns the peer status of a GPU towards each GPU, by index; empty if the driver does not report all of them.
-
-    A status of 0 says that the GPU can read the other's memory.
-
-    Source: NVML API reference, nvmlDeviceGetP2PStatus; index 0 is NVML_P2P_CAPS_INDEX_READ.
-    """
-    states = [
-        0 if other == index else nvml.integer("nvmlDeviceGetP2PStatus", handles[index], handles.get(other), 0)
-        for other in range(max(handles) + 1)
-    ]
-    known = [state for state in states if state is not None]
-    return tuple(known) if len(known) == len(states) else ()
 
 
 CLOCK_SM = 1

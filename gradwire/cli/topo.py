@@ -50,7 +50,8 @@ def parser() -> CommandParser:
         metavar="FILE",
         type=Path,
         dest="description",
-        help="read NCCL XML, hwloc XML, nvidia-smi topo -m, lspci -vvv or this command's JSON instead of this machine",
+        help="read NCCL XML, hwloc XML, nvidia-smi topo -m, amd-smi topology, rocm-smi --showtopo, lspci -vvv or this "
+        "command's JSON instead of this machine",
     )
     source.add_argument("--root", metavar="DIR", type=Path, default=LIVE, help="read sys/ and proc/ below this folder")
     return options

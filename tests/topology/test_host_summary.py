@@ -60,3 +60,12 @@ def test_a_rank_loads_no_reader_of_files() -> None:
     names = loaded("from gradwire.topology.host_summary import host_summary; host_summary(0)")
     assert not {f"readers.{name}" for name in OFFLINE} & names
     assert not any(name.startswith(("show", "gdr")) for name in names)
+
+
+def test_the_rates_are_those_of_the_gpus_that_the_job_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of eight GPUs drive two of eight cards, and are planned with these."""
+    monkeypatch.setattr(detect, "detect_machine", dgx_h100)
+    whole, pair = host_summary(0, {}), host_summary(0, {"CUDA_VISIBLE_DEVICES": "2,5"})
+    assert (whole.nics, pair.nics) == (8, 2)
+    assert (whole.inter_node, pair.inter_node) == (8 * 48e9, 2 * 48e9)
+    assert (pair.nic, pair.intra_node) == ("mlx5_2", whole.intra_node)

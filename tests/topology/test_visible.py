@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from gradwire.topology.assign import gpu_for_local_rank, nic_for_local_rank, nics_of_gpus
-from gradwire.topology.graph import Machine
+from gradwire.topology.graph import GivenPath, Gpu, Machine, Nic
 from gradwire.topology.pci_ids import AMD_GPU
 from gradwire.topology.presets import dgx_h100
-from gradwire.topology.visible import visible_gpus
+from gradwire.topology.visible import visible_gpus, without_idle_gpus
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 UUIDS = tuple(f"GPU-{index}932f937-d72c-4106-c12f-20bd9faed9f{index}" for index in range(8))
@@ -136,3 +136,19 @@ def test_a_uuid_is_unknown_where_amds_driver_shows_none() -> None:
     machine = replace(machine, gpus=tuple(replace(gpu, uuid=None) for gpu in machine.gpus))
     assert keys(machine, {"ROCR_VISIBLE_DEVICES": "GPU-0eadbeef"}) == [None] * 3
     assert "ROCR_VISIBLE_DEVICES" in visible_gpus(machine, {"ROCR_VISIBLE_DEVICES": "GPU-0eadbeef"}).why
+
+
+def test_gpus_of_a_job_share_no_card_that_only_idle_gpus_would_drive() -> None:
+    """Four GPUs equally far from two cards, of which a job uses two: each of the two has a card of its own."""
+    machine = Machine(
+        gpus=tuple(Gpu(key=f"g{index}", index=index) for index in range(4)),
+        nics=(Nic(key="a"), Nic(key="b")),
+        given_paths=tuple(GivenPath(a=f"g{index}", b=nic, name="NODE") for index in range(4) for nic in "ab"),
+    )
+    for numbers in ("0,2", "1,3", "0,1", "3,0"):
+        drivers = [nic_for_local_rank(machine, rank, {CUDA: numbers}) for rank in range(2)]
+        assert {nic.key for nic in drivers if nic} == {"a", "b"}, numbers
+    # A process with one GPU is one of several with one each: all GPUs are dealt the cards.
+    alone = [nic_for_local_rank(machine, 0, {CUDA: str(index)}) for index in range(4)]
+    assert [nic.key for nic in alone if nic] == ["a", "b", "a", "b"]
+    assert without_idle_gpus(machine, {CUDA: "2"}) == without_idle_gpus(machine, {}) == machine

@@ -72,7 +72,8 @@ def machine_of(text: str) -> Machine:
     """Returns the machine that a text of any accepted kind describes, ignoring other text before and after it.
 
     Args:
-        text: NCCL topology XML, hwloc XML, the output of `nvidia-smi topo -m` or `lspci -vvv`, or this project's JSON.
+        text: NCCL topology XML, hwloc XML, this project's JSON, or the output of `nvidia-smi topo -m`,
+            `amd-smi topology`, `rocm-smi --showtopo` or `lspci -vvv`.
 
     Raises:
         TopologyError: The text is of no known kind, or broken.
@@ -109,8 +110,8 @@ def _machine_of_known(text: str) -> Machine:
     if start == "<":
         return nccl_xml.read(text)
     raise TopologyError(
-        "not recognised; expected NCCL topology XML, hwloc XML (lstopo), the output of `nvidia-smi topo -m` or "
-        "`lspci -vvv`, or the JSON of `gradwire topo --json`"
+        "not recognised; expected NCCL topology XML, hwloc XML (lstopo), the output of `nvidia-smi topo -m`, `amd-smi "
+        "topology`, `rocm-smi --showtopo` or `lspci -vvv`, or the JSON of `gradwire topo --json`"
     )
 
 

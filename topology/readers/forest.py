@@ -19,6 +19,8 @@ from gradwire.topology.readers.pci import PciFunction
 
 MAX_DEPTH = 64
 """Bridges above a device; PCI has 256 buses in a domain and real machines stack six."""
+TUNNEL_GIGATRANSFERS = 2.5
+"""Rate that the ports of a PCIe tunnel through Thunderbolt or USB4 report, whatever the cable carries."""
 
 
 _NO_VENDOR = "Whether {} is a GPU is unknown: the source gives a display adapter's class and no vendor."
@@ -177,13 +179,19 @@ class Forest:
         )
 
     def _link(self, function: PciFunction) -> PcieLink | None:
-        """Returns a function's link, marked virtual if one of its ends is emulated; None if it is unknown."""
+        """Returns a function's link, marked virtual if its figures say nothing; None if it is unknown.
+
+        They say nothing if one of its ends is emulated, and for a tunnel through Thunderbolt or USB4, whose ports
+        always say 2.5 GT/s. Source: USB4 specification 2.0, section 11.2.1 (PCIe adapters behave as a PCIe 1.x device).
+        """
         bridge = next(iter(self._above(function)), None)
         link = self._link_of(function, bridge)
         if link is None:
             return None
         ends = (function,) if bridge is None else (function, bridge)
-        return replace(link, virtual=any(is_virtual_bridge(end.bus_id, end.vendor, end.device) for end in ends))
+        tunnelled = function.removable and link.gigatransfers_per_second == TUNNEL_GIGATRANSFERS
+        emulated = any(is_virtual_bridge(end.bus_id, end.vendor, end.device) for end in ends)
+        return replace(link, virtual=tunnelled or emulated)
 
     def _nics(
         self,

@@ -84,7 +84,7 @@ def _read(nvml: NvmlCalls) -> NvmlReading:
     """Reads GPUs and links from a library that has started."""
     handles = nvml.handles()
     count = nvml.integer("nvmlDeviceGetCount") or 0
-    gpus = {index: _gpu(nvml, handle, index) for index, handle in handles.items()}
+    gpus = {index: _gpu(nvml, handles, index) for index in handles}
     if not gpus:
         reason = f"none of the driver's {count} GPUs answers" if count else "the NVIDIA driver reports no GPU"
         return NvmlReading(reason=reason)
@@ -108,8 +108,15 @@ def _identity(nvml: NvmlCalls, handle: object) -> tuple[str | None, str | None, 
     return bus, name, nvml.number_in("total", "nvmlDeviceGetMemoryInfo", handle)
 
 
-def _gpu(nvml: NvmlCalls, handle: object, index: int) -> Gpu:
-    """Returns one GPU."""
+def _gpu(nvml: NvmlCalls, handles: Mapping[int, object], index: int) -> Gpu:
+    """Returns the GPU with this number.
+
+    Args:
+        nvml: The started library.
+        handles: Number of each GPU -> NVML's handle.
+        index: Number of the GPU.
+    """
+    handle, states = handles[index], nvml.peer_states(handles, index)
     bus, name, memory_nbytes = _identity(nvml, handle)
     capability = nvml.call("nvmlDeviceGetCudaComputeCapability", handle)
     pair = capability if isinstance(capability, tuple | list) and len(capability) == 2 else None
@@ -125,6 +132,7 @@ def _gpu(nvml: NvmlCalls, handle: object, index: int) -> Gpu:
         memory_nbytes=memory_nbytes,
         memory_bytes_per_second=_memory_bytes_per_second(nvml, handle),
         pcie=PcieLink(gigatransfers_per_second=rate, lanes=lanes) if rate or lanes else None,
+        peers=not any(states) if len(states) > 1 else None,
         uuid=nvml.text("nvmlDeviceGetUUID", handle),
         slices=_slices(nvml, handle),
         nvlink_domain=_nvlink_domain(nvml, handle),

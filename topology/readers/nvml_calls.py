@@ -3,6 +3,7 @@
 Old drivers lack functions, virtual GPUs and MIG slices refuse some, and a GPU that fell off the bus refuses all.
 """
 
+from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 
 from gradwire.topology.pci_ids import normal_bus_id
@@ -17,6 +18,9 @@ NVLINK_ACTIVE, NVLINK_ASLEEP = 1, 2
 
 Source: nvml.h, NVML_NVLINK_STATE_*.
 """
+
+P2P_READ = 0
+"""Kind of peer access: reads. Source: nvml.h, NVML_P2P_CAPS_INDEX_READ."""
 
 Library = ModuleType | SimpleNamespace
 
@@ -139,6 +143,26 @@ class NvmlCalls:
         count = min(self.integer("nvmlDeviceGetCount") or 0, MAX_GPUS)
         found = {index: self.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)}
         return {index: handle for index, handle in found.items() if handle is not None}
+
+    def peer_states(self, handles: Mapping[int, object], index: int) -> tuple[int, ...]:
+        """Returns whether a GPU can read the memory of each GPU, in the order of their numbers, as NVML's status.
+
+        0 is yes; any other status is a reason why not. A GPU's status towards itself is 0. Empty if the driver does not
+        tell all of them.
+
+        Args:
+            handles: Number of each GPU -> NVML's handle.
+            index: Number of the GPU that reads.
+
+        Source: NVML API reference, nvmlDeviceGetP2PStatus and nvmlGpuP2PStatus_t.
+        """
+        own = handles[index]
+        states = [
+            0 if other == index else self.integer("nvmlDeviceGetP2PStatus", own, handles.get(other), P2P_READ)
+            for other in range(max(handles) + 1)
+        ]
+        known = [state for state in states if state is not None]
+        return tuple(known) if len(known) == len(states) else ()
 
     def bus_id(self, name: str, *arguments: object) -> tuple[str | None, str]:
         """Calls a function and returns the bus id in its result: (normal form or None, text as the driver wrote it).

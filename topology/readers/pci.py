@@ -41,6 +41,8 @@ class PciFunction:
     physical_function: str | None = None
     """Bus id of an SR-IOV virtual function's physical function; None for others."""
     virtual_functions: tuple[str, ...] = ()
+    removable: bool = False
+    """True if the kernel says that the device lies behind a port that leads out of the machine: Thunderbolt, USB4."""
     iommu_group: int | None = None
     net_devices: tuple[str, ...] = ()
     rdma_devices: tuple[str, ...] = ()

@@ -80,6 +80,7 @@ def _read_function(base: Path, link: Path, name: str) -> PciFunction:
             max_width=read.number("max_link_width"),
             physical_function=bus_id(read.link("physfn")),
             virtual_functions=tuple(sorted(filter(None, (bus_id(read.link(f)) for f in present if f[:6] == "virtfn")))),
+            removable=read.text("removable") == "removable",
             iommu_group=integer(read.link("iommu_group")),
             net_devices=tuple(names_in(folder / "net")[:_MAX_CHILDREN]) if "net" in present else (),
             rdma_devices=tuple(names_in(folder / "infiniband")[:_MAX_CHILDREN]) if "infiniband" in present else (),

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 import pytest
 
 from gradwire.topology.bandwidth import GPU_MEMORY, memory_bytes_per_second
-from gradwire.topology.graph import DeviceLink, Gpu
+from gradwire.topology.graph import DeviceLink, Gpu, Machine
+from gradwire.topology.levels import HOST_BYTES_PER_SECOND, levels_of
 from gradwire.topology.readers import nvml
 
 
@@ -38,6 +39,7 @@ def library(
         "nvmlDeviceGetNvLinkRemotePciInfo": remote,
         "nvmlDeviceGetNvLinkRemoteDeviceType": lambda handle, link: 2 if switch else 0,
         "nvmlDeviceGetFieldValues": lambda handle, fields: [SimpleNamespace(nvmlReturn=3, value=None)],
+        "nvmlDeviceGetP2PStatus": lambda handle, other, kind: 0,
         "NVMLError": NVMLError,
     }
     return SimpleNamespace(**(functions | replaced))
@@ -148,7 +150,7 @@ def test_an_unknown_card_counts_as_the_slowest_of_all() -> None:
         "nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetNvLinkState",
         "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetMemoryBusWidth",
         "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlShutdown",
-        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetFieldValues", "nvmlDeviceGetP2PStatus",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("how", ["fails", "is missing"])
@@ -159,6 +161,20 @@ def test_any_single_question_may_go_unanswered(name: str, how: str) -> None:
         delattr(fake, name)
     reading = nvml.read(fake)
     assert len(reading.gpus) == 2
+
+
+@pytest.mark.parametrize(("status", "peers"), [(0, True), (2, False), (None, None)])
+def test_peer_access_is_asked_before_a_rate_is_assumed(status: int | None, peers: bool | None) -> None:
+    """Without it two GPUs exchange through the host's memory, however fast their PCIe links are."""
+
+    def ask(handle: int, other: int, kind: int) -> int:
+        assert (handle != other, kind) == (True, 0)
+        return failing() if status is None else status  # type: ignore[return-value]
+
+    reading = nvml.read(library((12, 0), links=0, nvmlDeviceGetP2PStatus=ask))
+    assert [gpu.peers for gpu in reading.gpus] == [peers] * 2
+    inside, _ = levels_of(Machine(gpus=reading.gpus, links_known=True))
+    assert inside.bytes_per_second == (HOST_BYTES_PER_SECOND if peers is False else 48e9)
 
 
 class FabricInfo(ctypes.Structure):
