@@ -39,7 +39,7 @@ from gradwire.comms.step.features import (
 )
 from gradwire.comms.step.listeners import Grouping, Listeners
 from gradwire.comms.transport.groups import check_transport
-from gradwire.compressors.base import Compressor, StateDict
+from gradwire.compressors.base import Compressor, StateDict, traits_of
 
 FUSION_TIMEOUT = timedelta(seconds=30)
 """Timeout of `fuse()` for the other ranks to call it with the same plan."""
@@ -175,7 +175,7 @@ class AveragingSession:
             group=ranks.group,
             reporter=ranks.reporter,
             failure_policy=ranks.failure_policy,
-            kernels=_kernels(device) if self.compression else "",
+            kernels=_kernels(device, self.compression.compressor) if self.compression else "",
         )
         # Registered at once: a later line may raise.
         weakref.finalize(self, self.communicator.close)
@@ -819,8 +819,12 @@ def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks)
     return compression
 
 
-def _kernels(device: torch.device) -> str:
-    """Returns the name of the compressor's kernels on a GPU, equal on all ranks (roundings differ); empty on a CPU."""
+def _kernels(device: torch.device, compressor: Compressor) -> str:
+    """Returns the name of the compressor's kernels on a GPU, equal on all ranks (roundings differ); empty on a CPU.
+
+    Kernels that are compiled at run time are compiled here, before data is loaded.
+    """
+    traits_of(compressor).prepare(device)
     if device.type == "cpu":
         return ""
     from gradwire.compressors.kernels.dispatch import kernels_name  # here: exact gradients need no kernels

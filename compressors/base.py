@@ -279,6 +279,13 @@ class CompressorTraits:
         """
         return ()
 
+    def prepare(self, device: torch.device) -> None:
+        """Compiles and loads the kernels that it needs on a device, so that no step waits for a compiler.
+
+        Args:
+            device: Device of the gradients.
+        """
+
     def residual_square(self) -> float:
         """Returns the squared norm of this rank's residuals. Blocks until the device is done; changes nothing."""
         return 0.0

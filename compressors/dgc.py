@@ -24,7 +24,7 @@ from gradwire.compressors.base import (
 )
 from gradwire.compressors.codecs.base import PieceCodec
 from gradwire.compressors.codecs.cast import CAST_DTYPES
-from gradwire.compressors.kernels.dispatch import KERNELS_ON
+from gradwire.compressors.kernels.dispatch import DGC_FAMILY, KERNELS_ON, prepare_kernels
 from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import SHARD_ALIGN, TwoStage
@@ -89,6 +89,12 @@ class DGC(Stateful):
             return self.density
         stage = self.step * len(WARMUP_DENSITIES) // self.warmup_steps
         return max(self.density, WARMUP_DENSITIES[stage])
+
+    def prepare(self, device: torch.device) -> None:
+        """See `CompressorTraits.prepare`."""
+        prepare_kernels(device, {DGC_FAMILY})
+        if self.inner is not None:
+            self.inner.prepare(device)
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""

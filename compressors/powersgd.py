@@ -26,9 +26,9 @@ from gradwire.compressors.base import (
     check_gradient,
     refuse_capture,
 )
-from gradwire.compressors.codecs.base import PieceCodec
+from gradwire.compressors.codecs.base import BlockCodec, PieceCodec
 from gradwire.compressors.codecs.cast import CAST_DTYPES, CastCodec
-from gradwire.compressors.kernels.dispatch import KERNELS_ON
+from gradwire.compressors.kernels.dispatch import KERNELS_ON, POWERSGD_FAMILY, prepare_kernels
 from gradwire.compressors.kernels.hashing import hash_uniforms, mix_key, name_key
 from gradwire.compressors.kernels.reference import FactorRun, FactorRuns
 from gradwire.compressors.matrices import MatrixSlice, as_matrix, cut_between
@@ -112,6 +112,11 @@ class PowerSGD(Stateful):
     def has_owners(self) -> bool:
         """See `CompressorTraits.has_owners`: True if factors are encoded, because owners then sum them."""
         return self.codec is not None
+
+    def prepare(self, device: torch.device) -> None:
+        """See `CompressorTraits.prepare`."""
+        encoded = {self.codec.family} if isinstance(self.codec, BlockCodec) else set()
+        prepare_kernels(device, {POWERSGD_FAMILY, *encoded})
 
     def matrix(self, item: Slice) -> MatrixSlice | None:
         """Returns the slice as the matrix it is compressed as, or None where it is sent dense."""

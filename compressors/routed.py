@@ -168,6 +168,11 @@ class Routed(CompressorTraits):
         for compressor in self._compressors():
             compressor.end_step(finite)
 
+    def prepare(self, device: torch.device) -> None:
+        """See `CompressorTraits.prepare`."""
+        for each in self._compressors():
+            traits_of(each).prepare(device)
+
     def shared(self) -> list[ElementStore]:
         """See `CompressorTraits.shared`."""
         return [store for each in self._compressors() if isinstance(each, Stateful) for store in each.shared()]

@@ -29,7 +29,7 @@ from gradwire.compressors.base import (
     weighted_bounds,
 )
 from gradwire.compressors.codecs.base import BlockCodec, PieceCodec, in_pieces
-from gradwire.compressors.kernels.dispatch import KERNELS_ON
+from gradwire.compressors.kernels.dispatch import prepare_kernels
 from gradwire.compressors.stateful import Stateful
 
 PART_ALIGN = 64
@@ -264,13 +264,10 @@ class TwoStage(Stateful):
             shard.mul_(scales)
 
     def prepare(self, device: torch.device) -> None:
-        """Makes sure, before the first step of a shard, that the codec's kernels can be used on the device.
-
-        Raises:
-            CudaKernelsError: The kernels cannot be used on this device; nothing was changed.
-        """
-        if isinstance(self.codec, BlockCodec):
-            _ = KERNELS_ON[device.type]
+        """See `CompressorTraits.prepare`; called in the first step as well, if it was not before."""
+        families = {codec.family for codec in (self.codec, self.return_codec) if isinstance(codec, BlockCodec)}
+        if families:
+            prepare_kernels(device, families)
 
     def exchange(
         self, source: Tensor, target: Tensor, layout: Layout, group: Member, codec: PieceCodec, residuals: Residuals

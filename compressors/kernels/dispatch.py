@@ -1,7 +1,7 @@
 """Chooses the kernels by the tensor's device: the compiled ones, CUDA's, or the reference."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -12,6 +12,9 @@ from gradwire.compressors.kernels.block import BlockFormat
 from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, FactorRuns
 
 logger = logging.getLogger("gradwire")
+
+DGC_FAMILY, POWERSGD_FAMILY = "dgc", "powersgd"
+"""Families of kernels beside those of block formats (`BlockFormat.family`)."""
 
 
 class Kernels(Protocol):
@@ -128,6 +131,35 @@ def kernels_for(device: torch.device) -> Kernels:
     return KERNELS_ON[device.type]
 
 
+def prepare_kernels(device: torch.device, families: Collection[str]) -> None:
+    """Chooses the kernels for a device; if they are CUDA's, also compiles and loads those of some families.
+
+    If CUDA's compiler or driver refuses them, they are replaced by the reference, after a warning.
+
+    Args:
+        device: The device; its type decides.
+        families: `BlockFormat.family` of each codec in use, `DGC_FAMILY` or `POWERSGD_FAMILY`.
+    """
+    kernels = kernels_for(device)
+    if device.type != "cuda":
+        return
+    from gradwire.compressors.kernels import cuda
+    from gradwire.compressors.kernels.cuda.load import load_families
+    from gradwire.compressors.kernels.cuda.require import CudaKernelsError
+
+    if kernels is not cuda:
+        return
+    try:
+        load_families(families, torch.cuda.current_device() if device.index is None else device.index)
+    except CudaKernelsError as error:
+        _warn_of_reference(error)
+        register_kernels(device.type, cast(Kernels, reference))
+
+
+def _warn_of_reference(error: Exception) -> None:
+    logger.warning("gradwire: compressors run in torch operators, which are slower on a GPU: %s", error)
+
+
 def kernels_name(device: torch.device) -> str:
     """Returns the name of the kernels for a device: `native`, `cuda`, `reference`, or that of the user's own module."""
     kernels = kernels_for(device)
@@ -162,7 +194,7 @@ def _choose(device_type: str, index: int | None = None) -> Kernels:
         try:
             require_kernels(torch.cuda.current_device() if index is None else index)
         except CudaKernelsError as error:
-            logger.warning("gradwire: compressors run in torch operators, which are slower on a GPU: %s", error)
+            _warn_of_reference(error)
         else:
             return cast(Kernels, cuda)
     return cast(Kernels, reference)

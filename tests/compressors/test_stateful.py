@@ -134,7 +134,7 @@ def test_missing_kernels_are_found_missing_in_the_first_step(
 ) -> None:
     """Not after a dense start of a hundred steps; and the gradient and the state stay as they were."""
 
-    def missing(device_type: str) -> None:
+    def missing(device_type: str, index: int | None = None) -> None:
         raise CudaKernelsError(f"no CuPy for {device_type}")
 
     compressor = make(name)

@@ -19,6 +19,7 @@ from torch import Tensor
 from fake_cuda.clocks import Block, Timeline
 from fake_cuda.machine import machine
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
+from gradwire.compressors.kernels.cuda import load as cuda_load
 from kernels_on_cpu.emulator import Emulator, Touched
 
 
@@ -107,7 +108,7 @@ def forget() -> None:
 
 @contextmanager
 def launched_by(emulated: Emulator) -> Iterator[None]:
-    """Inside it launch.py finds this CuPy and these kernels.
+    """Inside it launch.py finds this CuPy and these kernels, and refuses those that no HookState has loaded before.
 
     Args:
         emulated: A watched one.
@@ -116,14 +117,22 @@ def launched_by(emulated: Emulator) -> Iterator[None]:
     vars(cupy)["cuda"] = cuda
     vars(cuda)["Stream"] = FakeCupyStream
 
+    loaded: set[tuple[str, str, int]] = set()
+
     def load(file: str, kernel: str, device_index: int) -> FakeFunction:
+        loaded.add((file, kernel, device_index))
+        return FakeFunction(emulated, file, kernel)
+
+    def find(file: str, kernel: str, device_index: int) -> FakeFunction:
+        assert (file, kernel, device_index) in loaded, f"{file}.{kernel} is compiled in the first step"
         return FakeFunction(emulated, file, kernel)
 
     forget()
     try:
         with (
             patch.dict(sys.modules, {"cupy": cupy, "cupy.cuda": cuda}),
-            patch.object(cuda_launch, "load_kernel", load),
+            patch.object(cuda_load, "load_kernel", load),
+            patch.object(cuda_launch, "load_kernel", find),
         ):
             yield
     finally:

@@ -5,12 +5,18 @@ into zero, so that payloads would differ from the CPU's. So NVRTC is called dire
 `RawModule` gets the compiled file.
 """
 
+import fcntl
 import functools
 import hashlib
 import importlib
 import logging
+import os
 import re
+import stat
 import tempfile
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol, cast
@@ -45,6 +51,16 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "powersgd": ("powersgd_orthogonalize", "powersgd_restore"),
 }
 """File of csrc/cuda, without its suffix -> the `__global__` functions it defines."""
+
+FILES_OF_FAMILY = {"dgc": ("dgc_step", "dgc_select")} | {
+    name: (name,) for name in ("cast", "onebit", "quantize", "waterfill", "powersgd")
+}
+"""Family of kernels, as `prepare_kernels` takes it -> the files of csrc/cuda that hold its kernels."""
+
+COMPILE_SECONDS = 120.0
+"""Longest wait for another process that compiles; after it this process compiles for itself. NVRTC takes seconds."""
+POLL_SECONDS = 0.05
+"""Seconds between two attempts to take the lock of that wait."""
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 
@@ -159,24 +175,62 @@ def compile_cubin(name: str, architecture: int) -> bytes:
 
 @functools.cache
 def _cache_folder() -> Path:
-    """Returns the user's folder for compiled kernels; a new temporary one for this process if that is not writable."""
+    """Returns the user's folder for compiled kernels; a temporary one of this user if that is not writable."""
     try:
         folder = Path.home() / ".cache" / "gradwire" / "cuda"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
-        private = Path(tempfile.mkdtemp(prefix="gradwire-cuda-"))
+        temporary = _temporary_folder()
         logger.warning(
             "gradwire: ~/.cache/gradwire/cuda cannot be written (%s): CUDA kernels are compiled anew into %s",
             error,
-            private,
+            temporary,
         )
-        return private
+        return temporary
+
+
+def _temporary_folder() -> Path:
+    """Returns the temporary folder that all processes of this user share; a private one if its name is taken.
+
+    What lies in the folder is loaded into the GPU: it must belong to this user, and nobody else may write to it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"gradwire-cuda-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:  # a file of that name, or no space
+        return Path(tempfile.mkdtemp(prefix="gradwire-cuda-"))
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return folder if own else Path(tempfile.mkdtemp(prefix="gradwire-cuda-"))
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Runs its body in one process at a time of all that compile into a folder.
+
+    The others wait for `COMPILE_SECONDS` at most, and not at all on a file system without locks; they then run it
+    beside each other, which only costs time. A process that ends gives the lock back.
+    """
+    with (folder / "lock").open("a") as file:  # for writing: NFS locks no other
+        deadline = time.monotonic() + COMPILE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(POLL_SECONDS)
+            except OSError:
+                break
+            else:
+                break
+        yield
 
 
 def cached_cubin(name: str, architecture: int, folder: Path) -> Path:
     """Returns the path of a compiled file, which is compiled if `folder` has none of this source and architecture.
+
+    Of several processes that need it at the same time, such as the ranks of a node, one compiles and the others wait.
 
     Args:
         name: A key of `ENTRY_POINTS`.
@@ -188,10 +242,12 @@ def cached_cubin(name: str, architecture: int, folder: Path) -> Path:
     key = repr((kernel_source(name), OPTIONS, architecture, version)).encode()
     path = folder / f"{name}-sm{architecture}-{hashlib.sha256(key).hexdigest()[:32]}.cubin"
     if not path.exists():
-        cubin = compile_cubin(name, architecture)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # several ranks compile at the same time
-            file.write(cubin)
-        Path(file.name).replace(path)
+        with _one_at_a_time(folder):
+            if not path.exists():  # else another process has compiled it meanwhile
+                cubin = compile_cubin(name, architecture)
+                with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # never half a file at `path`
+                    file.write(cubin)
+                Path(file.name).replace(path)
     return path
 
 
@@ -223,6 +279,31 @@ def _load_file(name: str, device_index: int) -> _Module:
     cupy = require_cupy(device_index)
     path = cached_cubin(name, _architecture(device_index), _cache_folder())
     return cast(_Module, cupy.RawModule(path=str(path)))
+
+
+def load_families(families: Collection[str], device_index: int) -> None:
+    """Compiles the kernels of some families if that has not been done before, and loads them on a device.
+
+    Args:
+        families: Keys of `FILES_OF_FAMILY`; others have no kernels here and are left out.
+        device_index: Index of the CUDA device.
+
+    Raises:
+        CudaKernelsError: The compiler or the driver refuses them.
+    """
+    files = sorted({file for family in families for file in FILES_OF_FAMILY.get(family, ())})
+    with torch.cuda.device(device_index):
+        for file in files:
+            try:
+                for kernel in ENTRY_POINTS[file]:
+                    load_kernel(file, kernel, device_index)
+            except CudaKernelsError:
+                raise
+            except RuntimeError as error:  # CuPy's CUDADriverError
+                raise CudaKernelsError(
+                    f"the driver refuses csrc/cuda/{file}.cu, compiled for sm_{_architecture(device_index)} ({error}): "
+                    "install a driver for the CUDA that CuPy was built for"
+                ) from error
 
 
 @functools.cache
