@@ -40,7 +40,6 @@ from gradwire.comms.config import Config
 from gradwire.comms.environment import launcher_variables
 from gradwire.comms.links.probe import line_up, probe
 from gradwire.comms.plan.codec_price import (
-    CPU_BYTES_PER_SECOND,
     alone,
     codec_price,
     final,
@@ -53,6 +52,7 @@ from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
+from gradwire.compressors.speed import core_bytes_per_second
 from gradwire.topology.cluster import Level
 
 TIMEOUT = timedelta(seconds=120)
@@ -168,7 +168,7 @@ class CaseRunner:
         """
         rate = parse_rate(NIC, "nic") / 8
         plan, compressor, layout, communicator = self._case(name, nbytes, nic_bytes_per_second=rate)
-        price = codec_price(compressor, layout, len(communicator.cluster.nodes), CPU_BYTES_PER_SECOND)
+        price = codec_price(compressor, layout, len(communicator.cluster.nodes), core_bytes_per_second())
         predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan, price=price)
         communicator.rank_plans.choose(plan, predicted.chunks, "Under test.")
         _, sent = self._time(communicator, layout, self.rounds)

@@ -23,10 +23,6 @@ if TYPE_CHECKING:  # compressors are loaded where one is priced: exact plans nee
 ELEMENT_NBYTES = 4
 """Gradients are float32 when they are encoded."""
 
-CPU_BYTES_PER_SECOND = 20e9
-"""Bytes per second that the kernels of codecs move through memory on one core, payload buffers included: EPYC (Zen 4),
-8 MiB gradients, 2026."""
-
 GPU_MEMORY_SHARE = 0.7
 """Share of a GPU's peak memory bandwidth that kernels reach which only move data."""
 

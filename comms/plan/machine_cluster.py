@@ -3,10 +3,8 @@
 from dataclasses import replace
 
 from gradwire.comms.links.distance import over_distance
-from gradwire.comms.plan.codec_price import (
-    CPU_BYTES_PER_SECOND,
-    GPU_MEMORY_SHARE,
-)
+from gradwire.comms.plan.codec_price import GPU_MEMORY_SHARE
+from gradwire.compressors.speed import core_bytes_per_second
 from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.bandwidth import memory_bytes_per_second
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
@@ -77,12 +75,14 @@ def cluster_of_machines(
 def codec_bytes_per_second(machine: Machine) -> float:
     """Returns the memory rate of the processor that runs codecs, in bytes per second: a GPU, or one CPU core.
 
+    The rate of a CPU is measured on the machine that predicts, because the description of a machine does not tell it.
+
     Args:
         machine: Topology of one node.
     """
     if machine.gpus:
         return GPU_MEMORY_SHARE * min(memory_bytes_per_second(gpu) for gpu in machine.gpus)
-    return CPU_BYTES_PER_SECOND
+    return core_bytes_per_second()
 
 
 def library_of(machine: Machine) -> str:
