@@ -213,7 +213,7 @@ class HarmfulVariable:
 
 
 WANTED_HERE = "it may be wanted here: "
-"""How the evidence begins that is a condition by itself."""
+"""Beginning of a line of evidence that is a condition by itself."""
 
 _SOURCES = {
     "nccl": NCCL_GUIDE,

@@ -88,7 +88,7 @@ class RankFacts:
     gloo_interface: str | None = None
     """Interface of gloo's connections; if none could be observed, the one that gloo would choose."""
     gloo_seen: bool = False
-    """Whether `gloo_interface` was observed on connections, and not derived."""
+    """True if `gloo_interface` was observed on connections, False if it was derived."""
     gloo_error: str | None = None
     """Error of gloo's connection; None if it connected."""
     nccl_interface: str | None = None
@@ -142,7 +142,7 @@ class PairRates:
     packet_nbytes: int | None = None
     """Size of the probe packets, which routers must not fragment; None if no such probe was possible."""
     packets_pass: bool | None = None
-    """Whether the probe packets were echoed, given that small ones were; None if not even those."""
+    """True if the probe packets were echoed, False if only small ones were; None if not even those."""
     times: int = 1
     """Number of measurements that are combined here."""
 
@@ -421,11 +421,11 @@ class Diagnosis:
     """Commands to type or things to change, a line each."""
     nodes: tuple[str, ...] = ()
     stops: bool = False
-    """Whether a job would not start, or would hang, because of it."""
+    """True if a job would not start, or would hang, because of it."""
     wrong: bool = False
-    """Whether a job may compute something else because of it: a fault whatever it costs, no remark."""
+    """True if a job may compute something else because of it: a fault whatever it costs, no remark."""
     remark: bool = False
-    """Whether it costs nothing, or too little to be a fault: it does not change the exit status."""
+    """True if it costs nothing, or too little to be a fault: it does not change the exit status."""
     fixed_bytes_per_second: float | None = None
     """Rate of a link once the fix is applied; None if the fix does not change it."""
 

@@ -280,13 +280,13 @@ class CheckedCase:
 
     @property
     def steady(self) -> bool:
-        """Whether every other round takes as long as the rounds between."""
+        """True if every other round takes as long as the rounds between."""
         one, other = (statistics.median(self.rounds_seconds[first::2]) for first in (0, 1))
         return max(one, other) < STEADY * min(one, other)
 
     @property
     def near(self) -> bool:
-        """Whether the predicted seconds are close to the measured ones, or the links do not limit; see `NEAR`."""
+        """True if the predicted seconds are close to the measured ones, or the links do not limit; see `NEAR`."""
         apart = abs(self.predicted_seconds - self.measured_seconds)
         return self.limit != "inter_node" or apart < NEAR * self.measured_seconds
 

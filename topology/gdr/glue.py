@@ -76,7 +76,7 @@ class DmabufCondition:
     good: bool | None
     """True if it holds, False if not, None if unknown."""
     text: str
-    """What was found, or what is needed."""
+    """Text about the thing that was found, or that is needed."""
 
 
 def peermem_path(host: Host) -> str | None:

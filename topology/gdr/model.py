@@ -54,7 +54,7 @@ class Finding:
     text: str
     """One sentence that names the thing found."""
     fix: str = ""
-    """What a person can do; printed, never applied."""
+    """Advice for a person; it is printed, never applied."""
     pairs: Mapping[Pair, "Finding"] = field(default_factory=lambda: MappingProxyType({}))
     """(GPU, NIC) -> the finding for that pair; empty for checks that do not look at pairs."""
 

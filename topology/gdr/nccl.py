@@ -5,7 +5,8 @@ import re
 LEVELS = ("LOC", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 """Values of NCCL_NET_GDR_LEVEL, nearest first. Source: NCCL src/graph/paths.cc (ncclTopoUserGdrLevel)."""
 LEGACY_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
-"""What the old integers 0 to 5 mean. Source: NCCL user guide, NCCL_NET_GDR_LEVEL; src/transport/net.cc at v2.5.7-1."""
+"""Levels that the old integers 0 to 5 stand for. Source: NCCL user guide, NCCL_NET_GDR_LEVEL; src/transport/net.cc at
+v2.5.7-1."""
 DMABUF_SINCE = (2, 13)
 MODULE_PATH_SINCE = (2, 23, 4)
 """Earlier releases look for peer memory only below /sys/kernel/mm/memory_peers."""

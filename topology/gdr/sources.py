@@ -20,7 +20,7 @@ from gradwire.topology.readers.pci import PciTree
 from gradwire.topology.readers.pci_sysfs import read_tree
 
 LIVE_ROOT = Path("/")
-"""Where this machine itself is looked at."""
+"""Root folder for checks of this machine itself."""
 _TEXT_NBYTES = 16 << 20
 """Most bytes of a text; lspci -vvv of a large server is 1 MB."""
 _MAX_PAIRS = 1 << 16

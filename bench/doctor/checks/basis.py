@@ -45,7 +45,7 @@ BASES = {
         "ethtool(8), IEEE 802.3 clause 28",
     ),
     "flapping": Basis(
-        "nobody took the interface down and up by hand while the doctor looked",
+        "the interface was not taken down and up by hand during the examination",
         "Linux Documentation/ABI/testing/sysfs-class-net, carrier_changes; ethtool(8)",
     ),
     "far_apart": Basis(
@@ -77,7 +77,7 @@ BASES = {
         "tcp(7), tcp_rmem and tcp_wmem; RFC 7323 section 1.1",
     ),
     "unreachable": Basis(
-        "the nodes belong to one network, and somebody may change what keeps them apart",
+        "the nodes belong to one network, and you may change its firewalls and routes",
         f"{_NCCL}, Troubleshooting, Networking issues; ip-route(8)",
     ),
     "foreign_traffic": Basis(
@@ -150,7 +150,7 @@ BASES = {
         f"{_NCCL}, Environment Variables; mpirun(1), -x; sbatch(1), --export",
     ),
     "versions": Basis(
-        "nobody wanted them to differ: a rolling upgrade may",
+        "they do not differ on purpose, as during a rolling upgrade",
         "NCCL src/init.cc (Mismatched NCCL version detected); documentation of torch.distributed, Initialization",
     ),
     "missing_ranks": Basis(

@@ -162,8 +162,8 @@ def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
             cost_seconds=cost if waited is None else min(cost, waited),
             evidence=(
                 (
-                    f"a core of {name} usually did {share:.0%} of a good node's work, in several tries beside "
-                    f"nobody else{hint}; in every step all ranks wait for it"
+                    f"a core of {name} usually did {share:.0%} of a good node's work, in several tries while no other "
+                    f"node computed{hint}; in every step all ranks wait for it"
                 ),
             ),
             fix=(

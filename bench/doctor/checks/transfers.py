@@ -153,7 +153,7 @@ def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
             (
                 f"{rate(good)} over a round trip of {duration(trip)} is {nbytes(good * trip)} under way; one "
                 f"connection has {nbytes(min(worst.one) * trip)} and reaches {rate(min(worst.one))}, and its "
-                f"{what} held it back for {share:.0%} of its time (TCP_INFO)"
+                f"{what} limited it for {share:.0%} of its time (TCP_INFO)"
             ),
             *(
                 f"{names[node]}: net.ipv4.tcp_rmem allows {nbytes(read)}, tcp_wmem {nbytes(write)}"
@@ -161,7 +161,7 @@ def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
                 if read and write
             ),
             *(
-                (f"{listed([names[node] for node in blamed])} is in all {len(held)} pairs that are held back",)
+                (f"{listed([names[node] for node in blamed])} is in all {len(held)} pairs with such a limit",)
                 if len(blamed) == 1 and len(held) > 1
                 else ()
             ),

@@ -84,7 +84,7 @@ class HostFacts:
     fabric_manager_version: str | None = None
     nccl_version: str | None = None
     nccl_error: str | None = None
-    """How the child that asked libnccl ended, if it crashed or hung; None otherwise."""
+    """End of the child that asked libnccl, if it crashed or hung; None otherwise."""
     nccl_plugin: bool | None = None
     """True if the loader finds libnccl-net.so."""
     ofed_version: str | None = None

@@ -71,7 +71,7 @@ class NcclLog:
     """Tool that seems to have written the file, if NCCL wrote none of it; empty if NCCL did, or if it is unknown."""
     version: Version | None = None
     is_rccl: bool = False
-    """Whether AMD's RCCL wrote it, which speaks as NCCL does."""
+    """True if AMD's RCCL wrote it, whose lines are NCCL's."""
     networks: set[str] = field(default_factory=set)
     hosts_without_device: set[str] = field(default_factory=set)
     """Hosts that said `NET/IB : No device found.`; "" where lines do not say whose they are."""
@@ -90,7 +90,7 @@ class NcclLog:
     hcas: dict[str, bool] = field(default_factory=dict)
     """NIC -> "Enabled for HCA": the NIC could, which proves nothing about use."""
     hca_reasons: set[str] = field(default_factory=set)
-    """What stands behind "Disabled for HCA": `no module`."""
+    """Reasons behind "Disabled for HCA": `no module`."""
     gdr_channels: Counter[tuple[int, str]] = field(default_factory=Counter)
     """(rank, send or receive) -> channels with GDRDMA."""
     staged_channels: Counter[tuple[int, str]] = field(default_factory=Counter)

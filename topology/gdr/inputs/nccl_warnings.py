@@ -310,7 +310,7 @@ src/os/linux.cc; aws-ofi-nccl src/nccl_ofi_ofiutils.cpp, nccl_ofi_rdma.cpp, plat
 """
 
 TORCH_SPEAKS = ("Watchdog caught", "DistBackendError: NCCL error")
-"""How lines of torch's begin that belong to a log of NCCL."""
+"""Beginnings of torch's lines that belong to a log of NCCL."""
 
 SPEAKS = (
     rf"NCCL WARN|{'|'.join(TORCH_SPEAKS)}|eligible provider|isabling GDR|GDR disabled|NET plugin|NET/Plugin ?:|use GIN"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 TAGS = r"</?(?:system|cpu|pci)\b[^<>]{0,2000}>"
 """The tags that hold the tree. Only they are searched for: no entity is expanded, no guid is captured."""
 STANDARD_PATH = "var/run/nvidia-topologyd/virtualTopology.xml"
-"""What NCCL reads by default. Source: NCCL src/graph/topo.cc (NCCL_TOPO_XML_FILE default)."""
+"""File that NCCL reads by default. Source: NCCL src/graph/topo.cc (NCCL_TOPO_XML_FILE default)."""
 
 _MAX_DEPTH = 64
 

@@ -10,7 +10,7 @@ from gradwire.topology.gdr.model import GdrCheck
 HOLDS = {
     "E0": "the machine is yours: what root changes, others who use it will notice",
     "E1": "this is a container or a chroot; where the kernel itself shows no bus there is no PCI",
-    "E2": "nobody needs the parameter for another device of this machine",
+    "E2": "no other device of this machine needs the parameter",
     "G1": "the driver was installed for this kernel; in a container its host's driver counts",
     "G2": "NCCL's traffic leaves the machine: inside one, GPUs need none of this",
     "G3": "the GPU is of Turing or later, which the open modules need",
@@ -23,7 +23,7 @@ HOLDS = {
     "R1": "the card is meant for RDMA and belongs to this host, not to one of its guests",
     "R2": "the container may see the host's cards, which its administrator decides",
     "R3": "verbs are used: EFA and Slingshot come through libfabric instead",
-    "R4": "the port is cabled; one that nobody uses may stay down",
+    "R4": "the port is cabled; an unused one may stay down",
     "R5": "those ports carry gradients: storage and management ports may be slower",
     "R6": "there is a card with RDMA in hardware",
     "R7": "it is RoCE; InfiniBand has its addresses from the subnet manager",
