@@ -20,14 +20,15 @@ class KnownWarning:
         source: Public page or source file that explains cause and fix.
         kind: `ends`: the job does not survive it; `follows`: it follows from another error, and counts only if nothing
             else is in the log; `gdr`: it explains why GPUDirect RDMA is not used; `sockets`: it explains why sockets
-            are used, if they are; `remark`: the job goes on.
+            are used, if they are; `remark`: the job goes on;
+            `harmless`: it says nothing of the job.
     """
 
     pattern: str
     cause: str
     fix: str
     source: str
-    kind: Literal["ends", "follows", "gdr", "sockets", "remark"] = "ends"
+    kind: Literal["ends", "follows", "gdr", "sockets", "remark", "harmless"] = "ends"
 
     @property
     def ends_job(self) -> bool:
@@ -210,6 +211,13 @@ KNOWN_WARNINGS = (
         "/dev/shm is too small",
         "docker --shm-size=1g (or --ipc=host); an emptyDir of medium Memory at /dev/shm",
         "NCCL user guide, Troubleshooting, Shared memory",
+    ),
+    KnownWarning(
+        r"shm (?:close|unlink) failed|(?:munmap of|unlink) shared memory .*failed|munmap of shared memory failed",
+        "a rank that ended could not free its shared memory once more",
+        "nothing: the job's work was done",
+        "NCCL src/proxy.cc (ncclProxyService); src/misc/shmutils.cc (ncclShmClose)",
+        kind="harmless",
     ),
     KnownWarning(
         r"No eligible providers were found|no eligible provider",

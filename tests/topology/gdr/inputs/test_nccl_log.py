@@ -430,6 +430,10 @@ STATED = {
         CheckOutcome.FAIL, "the log has NCCL_IB_DISABLE=1", "without NCCL_IB_DISABLE",
     ),
     "addresses that changed": ([*HEALTHY_CHANNELS, GID], CheckOutcome.WARN, "addresses of a card changed", "show_gids"),
+    "memory that is freed twice at the end": (
+        [*HEALTHY_CHANNELS, f"{AT} proxy.cc:1500 NCCL WARN [Service thread] shm close failed"],
+        CheckOutcome.PASS, "all 2 network channels", "",
+    ),
     "a warning beside a failure": (
         [*STAGED, f"{AT} NCCL WARN The frobnicator gave up"], CheckOutcome.FAIL, "The frobnicator gave up", "",
     ),

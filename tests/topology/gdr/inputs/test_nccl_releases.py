@@ -201,7 +201,9 @@ def test_a_warning_has_its_meaning_in_each_release(row: tuple[str, str, str, str
 
 @pytest.mark.parametrize("line", HARMLESS)
 def test_what_a_job_says_at_its_end_is_no_full_disk(line: str) -> None:
-    assert read(NEWEST, line, "WARN").fatal is None
+    log = read(NEWEST, line, "WARN")
+    ((_, known),) = log.warnings.items()
+    assert log.fatal is None and known is not None and known.kind == "harmless"
 
 
 def test_a_plug_in_that_is_not_there_is_a_reason_for_sockets_alone() -> None:
