@@ -193,12 +193,24 @@ def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
             ),
             *(f"{line}: {number:.3g} all-reduces a step" for line, number in lines[:3]),
         ),
-        fix=(
-            "several backward passes a step: with model.no_sync(): for all but the last one",
-            "small buckets: leave bucket_cap_mb at 25, or raise it; find_unused_parameters=False saves one more",
-            "logging: add up on each rank, and all-reduce every some steps",
-        ),
+        fix=_fewer_exchanges(lines, count - needed, repeated=cost > 0.5 * facts.exchange_seconds(facts.good_rate())),
     )
+
+
+def _fewer_exchanges(lines: list[tuple[str, float]], extra: float, *, repeated: bool) -> tuple[str, ...]:
+    """Returns the advice against too many all-reduces, the likeliest cause first.
+
+    Args:
+        lines: Lines of the script with their all-reduces a step, the most frequent first.
+        extra: All-reduces of a step beyond those that the gradients need.
+        repeated: True if they take half as long again as one exchange of the gradients, or longer.
+    """
+    passes = "several backward passes a step: with model.no_sync(): for all but the last one"
+    buckets = "small buckets: leave bucket_cap_mb at 25, or raise it; find_unused_parameters=False saves one more"
+    logging = "logging: add up on each rank, and all-reduce every some steps"
+    if len(lines) > 1 and lines[0][1] <= extra:
+        return logging, passes, buckets
+    return (passes, buckets, logging) if repeated else (buckets, passes, logging)
 
 
 def _unused_nbytes(runs: list[ScriptRun]) -> int:

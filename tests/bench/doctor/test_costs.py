@@ -254,3 +254,22 @@ def test_a_script_that_exchanges_too_often_is_named_with_its_lines(count: int, u
     found = diagnose(replace(facts, script_runs=(run, run)))
     assert [each.key for each in found] == ["many_exchanges"] * named
     assert all(each.cost_seconds < under_way and "train.py:9" in each.evidence[1] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("lines", "under_way", "first"),
+    [
+        ({"train.py:9 in <module>": 8}, 3.4, "several backward passes"),
+        ({"train.py:9 in <module>": 40}, 1.2, "small buckets"),
+        ({"train.py:9 in <module>": 2, "train.py:12 in <module>": 25}, 3.4, "logging"),
+    ],
+)
+def test_the_likeliest_cause_of_too_many_exchanges_comes_first(
+    lines: dict[str, float], under_way: float, first: str
+) -> None:
+    """Law: a second line makes its own, whole exchanges are passes, and short ones are buckets."""
+    facts = replace(job(), step_seconds=5.0)
+    run = ScriptRun(step_seconds=5.0, activity={"the backward pass": 2.0}, under_way_seconds=under_way,
+                    all_reduces=lines)  # fmt: skip
+    (found,) = diagnose(replace(facts, script_runs=(run,) * len(facts.ranks)))
+    assert found.key == "many_exchanges" and found.fix[0].startswith(first) and len(found.fix) == 3
