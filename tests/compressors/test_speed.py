@@ -1,6 +1,7 @@
 """The speed of codecs on this machine's processor is measured once, quickly, and assumed only where it cannot be."""
 
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -25,7 +26,7 @@ def test_it_is_the_fastest_round_and_takes_three_milliseconds(monkeypatch: pytes
     def encode(*arguments: object) -> None:
         now[0] += next(took)
 
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(native, "encode_pieces", encode)
     monkeypatch.setattr(native, "decode_pieces", lambda *arguments: None)
     moved = 18 * speed._NUMEL + 2 * 8 * speed._NUMEL / 512
