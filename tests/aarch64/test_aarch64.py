@@ -43,6 +43,18 @@ def test_neon_gives_the_bits_of_this_machine(arm_python: list[str]) -> None:
     assert not differ, differ
 
 
+def test_the_results_are_those_that_wheels_are_tried_with(tmp_path: Path) -> None:
+    """What cibuildwheel runs on each processor; and it can fail."""
+    run = [sys.executable, str(FOLDER / "vectors.py"), _native.__file__, "best"]
+    done = subprocess.run([*run, str(FOLDER / "digests.json")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    other = json.loads((FOLDER / "digests.json").read_text())
+    other[next(iter(other))] = "another"
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    done = subprocess.run([*run, str(tmp_path / "other.json")], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and f"1 differ: {next(iter(other))}" in done.stdout
+
+
 def test_the_plain_loops_give_the_same_bits_here() -> None:
     """A machine whose instruction set nothing was written for, in a job with this one."""
     best = results([sys.executable], Path(_native.__file__), _native.isa())

@@ -2,7 +2,11 @@
 
 Needs the compiled module and Python's standard library alone, so that it runs under emulation:
 
-    python vectors.py PATH_TO_NATIVE_MODULE INSTRUCTION_SET
+    python vectors.py PATH_TO_NATIVE_MODULE INSTRUCTION_SET [DIGESTS]
+
+INSTRUCTION_SET is that of the module, or `best` for the widest of this processor. With DIGESTS, a file that was printed
+before, it names the cases that differ from it instead, and ends with status 1 if there are any: so a wheel is tried on
+each processor that it is built for.
 
 The output is JSON: digests by case. NaNs count as one value: processors differ in the sign and payload of a NaN that
 they make, and no result of a training depends on them.
@@ -268,12 +272,20 @@ def run_shared(native: ModuleType) -> Results:
 
 def main() -> None:
     native = load(sys.argv[1])
-    native.limit_isa(sys.argv[2])
-    assert native.isa() == sys.argv[2], f"this processor has {native.isa()}"
+    isa = native.isa() if sys.argv[2] == "best" else sys.argv[2]
+    native.limit_isa(isa)
+    assert native.isa() == isa, f"this processor has {native.isa()}"
     results = run_formats(native) | run_dgc(native) | run_powersgd(native) | run_outer(native)
-    if sys.argv[2] != "plain":  # shared memory chooses its instruction set by itself
+    if isa != "plain":  # shared memory chooses its instruction set by itself
         results |= run_shared(native)
-    print(json.dumps(results))
+    if len(sys.argv) < 4:
+        print(json.dumps(results, indent=0))
+        return
+    with open(sys.argv[3]) as file:  # noqa: PTH123 - the standard library's least
+        recorded: Results = json.load(file)
+    differ = sorted(case for case in recorded.keys() | results.keys() if recorded.get(case) != results.get(case))
+    print(f"{isa}: {len(results)} results, {len(differ)} differ: {', '.join(differ[:8])}".removesuffix(": "))
+    sys.exit(bool(differ))
 
 
 if __name__ == "__main__":
