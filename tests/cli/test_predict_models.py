@@ -103,3 +103,33 @@ def test_people_get_a_table_that_fits_and_pages_get_one_of_theirs(
 def test_what_the_table_has_itself_is_refused(words: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "pcie_box", "--models", *words]) == 2
     assert f"`{name}`" in capsys.readouterr().err
+
+
+MACHINES = {
+    "a DGX Spark, 200 Gbit/s": ["dgx_spark", "--nic", "200gbit"],
+    "4 RTX PRO 6000 without peer access, 2 x 25 GbE": ["rtx_pro_6000", "--nic", "25gbit", "--nics-per-node", "2"],
+    "2 RTX 5090, 10 GbE": ["rtx_5090", "--nic", "10gbit"],
+    "a Strix Halo, USB4": ["strix_halo", "--nic", "20gbit"],
+    "8 MI300X, 8 x 400 Gbit/s": ["mi300x"],
+}
+"""Row of README's table of machines -> the preset, and the options that it is asked with."""
+
+
+def row_of(machine: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The row of a machine: milliseconds of plain DDP, torch's fp16 hook, the best exact plan and the best of int8."""
+    assert main(["--preset", *MACHINES[machine], "--nodes", "2", "--model", "gpt2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plans = [each for each in found["plans"].values() if each["available"]]
+    best = {
+        name: min(each["step_seconds"] for each in plans if each["compressor"] == name) for name in ("none", "int8")
+    }
+    seconds = (found["plans"]["flat"]["step_seconds"], found["torch_fp16_hook"]["step_seconds"], *best.values())
+    one_node = found["forward_seconds"] + found["backward_seconds"]
+    words = (f"{1000 * each:.0f}{'!' if each > 2 * one_node else ''}" for each in seconds)
+    return f"| {machine} | {' | '.join(words)} |"
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_table_of_machines_is_what_is_predicted(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = (ROOT / "README.md").read_text().partition("<!-- machines -->")[2].partition("<!-- /machines -->")[0]
+    assert row_of(machine, capsys) in shown.splitlines()
