@@ -50,6 +50,28 @@ __device__ inline float whole_below(float x) {
 #endif
 }
 
+// The sums of two pairs of floats. From Blackwell on one instruction adds both pairs, each rounded as if alone: the same
+// bits by half the additions, where these bind decoding because memory is as fast as B200's. Products are not paired:
+// ptxas 13.0 fuses a paired product with the sum behind it, in spite of .rn and -fmad=false, which rounds differently.
+// Source: PTX ISA 8.6, add with .f32x2 (sm_100 and later).
+__device__ inline float2 add_pair(float2 a, float2 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  float2 c;
+  asm("{ .reg .b64 a, b, c; mov.b64 a, {%2, %3}; mov.b64 b, {%4, %5}; add.rn.f32x2 c, a, b; mov.b64 {%0, %1}, c; }"
+      : "=f"(c.x), "=f"(c.y)
+      : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
+  return c;
+#else
+  return make_float2(a.x + b.x, a.y + b.y);
+#endif
+}
+
+// low + code * unit of two codes, each as a float between 2^23 and 2^24 (`kWhole`).
+__device__ inline float2 decoded_pair(float2 codes, float2 low, float2 unit) {
+  const float2 whole = add_pair(codes, make_float2(-kWhole, -kWhole));
+  return add_pair(low, make_float2(whole.x * unit.x, whole.y * unit.y));
+}
+
 // A warp's 32 words as a matrix of bits, turned over: bit i of lane j's word changes places with bit j of lane i's.
 class BitTranspose {
  public:

@@ -19,7 +19,13 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
-constexpr int kResident = 3;  // CTAs that a multiprocessor keeps while encoding: 80 registers a thread
+// CTAs that a multiprocessor keeps: 3 leave 80 registers a thread. In them ptxas 13.0 spills encoding for sm_120 and
+// later, and the sums of pairs of floats for sm_100 and later.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kEncoding = __CUDA_ARCH__ >= 1200 ? 2 : 3, kDecoding = 2;
+#else
+constexpr int kEncoding = 3, kDecoding = 3;
+#endif
 constexpr int kBlock = 1024;
 constexpr int kWords = kBlock / 32;
 static_assert(kWords == kWarp, "lane j stores word j of a block's signs");
@@ -103,7 +109,12 @@ __device__ inline void add_signs(const Reduction<uint8_t>& a, int64_t block, flo
     const Signs signs = next;
     if (w + 1 < a.workers) next = reader.next();
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) sum[i] += signs.word >> i & 1 ? signs.scale : -signs.scale;
+    for (int i = 0; i < kWords; i += 2) {
+      const float2 x = make_float2(signs.word >> i & 1 ? signs.scale : -signs.scale,
+                                   signs.word >> (i + 1) & 1 ? signs.scale : -signs.scale);
+      const float2 both = add_pair(make_float2(sum[i], sum[i + 1]), x);
+      sum[i] = both.x, sum[i + 1] = both.y;
+    }
   }
 }
 
@@ -131,7 +142,7 @@ __device__ inline void sum_block(const Reduction<uint8_t>& a, int64_t block, Qua
   __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, kEncoding)
     onebit_encode(const float* gradient, const float* residual, float* new_residual, uint8_t* payloads, int64_t stride,
                   int64_t numel, int64_t width, int64_t blocks) {
   const int lane = static_cast<int>(lane_index());
@@ -161,7 +172,7 @@ __device__ inline void decode_block(const Reduction<uint8_t>& a, int64_t block, 
   __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, kDecoding)
     onebit_decode_reduce(const uint8_t* rows, int64_t stride, int64_t workers, const float* addend, float* target,
                          int64_t numel) {
   __shared__ Quads quads[kThreads / kWarp];

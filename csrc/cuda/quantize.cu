@@ -43,11 +43,6 @@ struct Codes<4> {
   using Four = uint16_t;
 };
 
-template <int kBits>
-__device__ inline float code_in(uint32_t codes, int place) {
-  return static_cast<float>(codes >> kBits * place & ((1u << kBits) - 1));
-}
-
 __device__ inline int64_t block_count(int64_t numel) { return blocks_in<kBlock>(numel); }
 
 // Where the code of an element lies that begins a byte, and how many bytes the payload has from there on.
@@ -101,6 +96,22 @@ __device__ inline void add_block(float (&p)[4 * kQuads], const float* from, int6
   }
 }
 
+// sums[0..3] += four codes, decoded. Codes become bytes, and bytes floats, without the unit that converts: it takes an
+// eighth of a warp.
+template <int kBits>
+__device__ inline void add_codes(float* sums, uint32_t codes, float unit, float low) {
+  const uint32_t even = kBits == 8 ? codes : codes & 0x0f0fu, odd = kBits == 8 ? codes : codes >> 4 & 0x0f0fu;
+  const float2 units = make_float2(unit, unit), lows = make_float2(low, low);
+#pragma unroll
+  for (int c = 0; c < 4; c += 2) {
+    const uint32_t place = static_cast<uint32_t>(kBits == 8 ? c : c / 2), next = kBits == 8 ? place + 1 : place;
+    const float2 pair = make_float2(float_of_bits(pick_bytes(even, bits_of_float(kWhole), 0x7650u + place)),
+                                    float_of_bits(pick_bytes(odd, bits_of_float(kWhole), 0x7650u + next)));
+    const float2 sum = add_pair(make_float2(sums[c], sums[c + 1]), decoded_pair(pair, lows, units));
+    sums[c] = sum.x, sums[c + 1] = sum.y;
+  }
+}
+
 // p += the block of one payload, decoded.
 template <int kBits>
 __device__ inline void add_decoded(float (&p)[4 * kQuads], const uint8_t* row, int64_t block, int64_t numel) {
@@ -110,8 +121,7 @@ __device__ inline void add_decoded(float (&p)[4 * kQuads], const uint8_t* row, i
   for (int t = 0; t < kQuads; ++t) {
     const int64_t i = block * kBlock + 128 * t + 4 * lane_index();
     const uint32_t codes = load_word_within<Four>(row + codes_at<kBits>(i, numel), codes_nbytes<kBits>(i, numel));
-#pragma unroll
-    for (int c = 0; c < 4; ++c) p[4 * t + c] += low + code_in<kBits>(codes, c) * unit;
+    add_codes<kBits>(p + 4 * t, codes, unit, low);
   }
 }
 
@@ -215,20 +225,12 @@ __device__ inline Coded load_whole(const uint8_t* codes, const uint8_t* range) {
           *reinterpret_cast<const float*>(range + 4)};
 }
 
-// sum += a run. Codes become bytes, and bytes floats, without the unit that converts: it takes an eighth of a warp.
+// sum += a run.
 template <int kBits>
 __device__ inline void add_run(Run& sum, const Coded& coded) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t even = kBits == 8 ? coded.codes[half] : coded.codes[half] & 0x0f0fu;
-    const uint32_t odd = kBits == 8 ? coded.codes[half] : coded.codes[half] >> 4 & 0x0f0fu;
-#pragma unroll
-    for (int c = 0; c < kQuad; ++c) {
-      const uint32_t place = static_cast<uint32_t>(kBits == 8 ? c : c / 2);
-      const uint32_t bits = pick_bytes(c % 2 ? odd : even, bits_of_float(kWhole), 0x7650u + place);
-      sum.at[kQuad * half + c] += coded.low + (float_of_bits(bits) - kWhole) * coded.unit;
-    }
-  }
+  for (int half = 0; half < 2; ++half)
+    add_codes<kBits>(sum.at + kQuad * half, coded.codes[half], coded.unit, coded.low);
 }
 
 // target = the sum of `a.workers` payloads of one run, which never leaves its block.
