@@ -6,6 +6,7 @@ failed.
 """
 
 import argparse
+import subprocess
 import sys
 import time
 
@@ -66,6 +67,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"values in the gradient that bandwidth is measured with; 0 measures none (default: {DEFAULT_NUMEL})",
     )
+    options.add_argument(
+        "--hour", action="store_true", help="in a checkout: this, then all that has not run on a GPU; with --json FILE"
+    )
     add_json_option(options)
     return options
 
@@ -80,6 +84,9 @@ def main(argv: list[str]) -> int:
         The exit status: 0 if no check failed, 1 if one did or no process can be started, 2 for bad use.
     """
     options = parser().parse_args(argv)
+    if options.hour:
+        words = [sys.executable, "-m", "gradwire.bench.studies.gpu.hour", f"--json={options.json or ''}"]
+        return subprocess.run(words, check=False).returncode
     began, status = time.monotonic(), StatusLine()
     try:
         device = _device(options)

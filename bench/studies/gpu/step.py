@@ -1,7 +1,5 @@
 """Measures what the hook costs a training step on one rank, and whether backward waits for the device.
 
-`gpu_report` writes it into docs/results/gpu.md.
-
 A residual network of 50 layers takes steps on one device in a world of one rank: in turns with a hook that hands every
 bucket back at once, and with gradwire's. The difference is what the hook itself puts on the compute stream.
 """

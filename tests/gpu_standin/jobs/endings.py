@@ -2,6 +2,8 @@
 
     endings.py HOW PLAN TIMEOUT USERS_TIMEOUT LINGER     NODES has a letter for each rank; the last rank ends HOW
 
+Buckets: three of unlike sizes, or BUCKETS equal ones.
+
 HOW: `connect` (leaves while NCCL connects), `kill` (in the third step), `late` (stays away from it), `behind` (starts
 the last step LINGER seconds late, while the others close at once), `none`. Every rank that is left lives on for LINGER
 seconds and closes; then it prints what it has seen.
@@ -24,7 +26,7 @@ from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.comms.hook import HookState
 from gradwire.comms.transport.groups import Groups
 
-NUMELS = (3000, 4097, 777)
+NUMELS = (3000, 4097, 777) if "BUCKETS" not in os.environ else (777,) * int(os.environ["BUCKETS"])
 ENDS_IN = 2
 STEPS = 4
 

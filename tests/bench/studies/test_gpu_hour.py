@@ -1,0 +1,114 @@
+"""The first hour on a GPU: its steps end in order, a failure that decides ends it, and its JSON says why."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire.bench.selftest import command
+from gradwire.bench.studies.gpu import hour
+from gradwire.bench.studies.gpu import step as gpu_step
+from gradwire.bench.studies.gpu.hour import RESULT, HourStep, steps_of
+from gradwire.bench.studies.gpu.step import residual_network
+
+
+def python(name: str, script: str, **more: Any) -> HourStep:
+    return HourStep(name, (sys.executable, "-c", script, RESULT), f"{name} is right", **more)
+
+
+def run(steps: list[HourStep], tmp_path: Path) -> tuple[int, dict[str, Any]]:
+    file = tmp_path / "hour.json"
+    status = hour.main(["--json", str(file)], steps)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return status, found
+
+
+GOOD = "import json, sys; json.dump({'figure': 3}, open(sys.argv[1], 'w')); print('all good')"
+BAD = "print('element 7 differs'); raise SystemExit(1)"
+
+
+def test_the_hour_runs_to_its_end_and_keeps_what_each_step_found(tmp_path: Path) -> None:
+    steps = [
+        python("kernels", GOOD, decisive=True),
+        python("memory", BAD, decisive=True, gpus=99),
+        python("speed", BAD),
+        python("two machines", GOOD, seconds=0.0),
+    ]
+    status, found = run(steps, tmp_path)
+    assert status == 1
+    assert found["decision"] == "go on: nothing that decides has failed; not decided: memory; failed: speed"
+    first, second, third, last = found["steps"]
+    assert first["outcome"] == "pass" and first["result"] == {"figure": 3} and first["output"] == ["all good"]
+    assert (second["outcome"], second["reason"]) == ("skipped", "needs 99 GPUs")
+    assert (third["outcome"], third["reason"]) == ("fail", "exit status 1")
+    assert last["outcome"] == "skipped" and "two machines" in last["reason"]
+
+
+def test_a_failure_that_decides_ends_the_hour(tmp_path: Path) -> None:
+    status, found = run([python("kernels", BAD, decisive=True), python("speed", GOOD)], tmp_path)
+    assert status == 1
+    assert found["decision"].startswith("stop: `kernels` failed, so it is not known that kernels is right")
+    assert [entry["name"] for entry in found["steps"]] == ["kernels"]
+    assert found["steps"][0]["output"] == ["element 7 differs"]
+
+
+def test_a_step_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    script = (
+        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"open({str(started)!r}, 'w').write(str(child.pid)); child.wait()"
+    )
+    status, found = run([python("hang", script, seconds=5.0)], tmp_path)
+    assert (status, found["steps"][0]["reason"]) == (1, "not through after 5 s")
+    state = Path(f"/proc/{started.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:
+    _, found = run([HourStep("memcheck", ("no-such-sanitizer",), "no kernel leaves its tensors")], tmp_path)
+    assert found["steps"][0]["reason"] == "no-such-sanitizer is not on PATH"
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_every_command_names_what_there_is(gpus: int) -> None:
+    """Files and modules of the steps exist, and what decides comes before what is only measured."""
+    steps = steps_of(gpus)
+    decisive = [step.decisive for step in steps]
+    assert decisive == sorted(decisive, reverse=True)
+    for step in steps:
+        for word in step.words:
+            if word.startswith("tests/"):
+                assert (hour.CHECKOUT / word).exists(), word
+            if word.startswith("gradwire."):
+                assert (hour.CHECKOUT / word.removeprefix("gradwire.").replace(".", "/")).with_suffix(".py").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hour.json"
+    assert command.main(["--hour"]) == 2
+    assert "gradwire selftest --hour: `--json`" in capfd.readouterr().err
+    assert hour.main(["--json", str(file)]) == 2
+    assert "torch sees no CUDA device" in capfd.readouterr().err and not file.exists()
+
+
+def test_the_network_has_the_published_parameters() -> None:
+    with torch.device("meta"):
+        network = residual_network()
+    assert sum(weight.numel() for weight in network.parameters()) == 25_557_032
+    assert network(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 1000)
+
+
+def test_steps_are_taken_in_a_world_of_one_rank() -> None:
+    def small() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4))
+
+    cost = gpu_step.measure(torch.device("cpu"), small, image=8, batch=2, rounds=1)
+    assert cost.bare_seconds > 0
+    assert cost.hook_seconds > 0
+    assert cost.blocking == ()
+    assert not torch.distributed.is_initialized()
