@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"values in the gradient that bandwidth is measured with; 0 measures none (default: {DEFAULT_NUMEL})",
     )
     options.add_argument(
-        "--hour", action="store_true", help="in a checkout: this, then all that has not run on a GPU; with --json FILE"
+        "--hour", action="store_true", help="in a checkout: all that never ran on a GPU, to --json FILE"
     )
     add_json_option(options)
     return options
