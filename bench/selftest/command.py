@@ -67,9 +67,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"values in the gradient that bandwidth is measured with; 0 measures none (default: {DEFAULT_NUMEL})",
     )
-    options.add_argument(
-        "--hour", action="store_true", help="in a checkout: all that never ran on a GPU, to --json FILE"
-    )
+    options.add_argument("--hour", action="store_true", help="in a checkout: what never ran on a GPU, to --json FILE")
     add_json_option(options)
     return options
 
