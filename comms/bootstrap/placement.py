@@ -19,7 +19,6 @@ from gradwire.comms.config import Config
 from gradwire.comms.environment import local_rank, visibility
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
 from gradwire.topology.host_summary import Hardware, host_summary
-from gradwire.topology.nvlink_domain import joined_by_nvlink, same_domain
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
 """Link inside a node until it is measured, if the topology does not give it: shared memory of a small host."""
@@ -139,8 +138,11 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
     fabric = _common([info.hardware.fabric for info in infos])
     cluster = _with_links(locations, *_of_gpus(infos, cluster, fabric, config))
     nvls_possible = any(info.nvls_possible for info in infos)
-    if len(cluster.nodes) > 1 and same_domain([info.hardware.nvlink_domain for info in infos]):
-        return replace(joined_by_nvlink(cluster), nvls_possible=nvls_possible)
+    if len(cluster.nodes) > 1 and infos[0].hardware.nvlink_domain:
+        from gradwire.topology.nvlink_domain import joined_by_nvlink, same_domain
+
+        if same_domain([info.hardware.nvlink_domain for info in infos]):
+            return replace(joined_by_nvlink(cluster), nvls_possible=nvls_possible)
     cluster = replace(with_node_rates(cluster, _node_rates(infos, cluster)), equal_sums=True)
     presumed = any(cluster.levels[number].link.presumed for number in cluster.wide_levels)
     return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric, nvls_possible=nvls_possible)
