@@ -106,13 +106,14 @@ def test_cuda_ranks_plan_with_nccls_latencies_and_all_nics() -> None:
 
 def test_hosts_of_one_nvlink_domain_are_joined_by_nvlink_and_others_by_their_nics() -> None:
     """Two trays of an NVL72: 722 GB/s a GPU between them as inside, whatever their cards have."""
-    tray: dict[str, Any] = {"intra_node": 721.8e9, "fabric": fabric_of(gb200_nvl72()), "nvlink_domain": "aa/1"}
+    machines = cluster_of_machines(gb200_nvl72(), 2)
+    rate = machines.levels[0].link.bytes_per_second
+    assert rate == pytest.approx(721.8e9)
+    tray: dict[str, Any] = {"intra_node": rate, "fabric": fabric_of(gb200_nvl72()), "nvlink_domain": "aa/1"}
     infos, config = gpu_ranks("aaaabbbb", **tray)
     inter = cluster_of(infos, config).levels[1].link
-    assert (inter.bytes_per_second, inter.alpha_seconds, inter.nvlink) == (4 * 721.8e9, 3.4e-6, True)
-    assert cluster_of(infos, config) == replace(
-        cluster_of_machines(gb200_nvl72(), 2), locations=cluster_of(infos, config).locations
-    )
+    assert (inter.bytes_per_second, inter.alpha_seconds, inter.nvlink) == (4 * rate, 3.4e-6, True)
+    assert cluster_of(infos, config) == replace(machines, locations=cluster_of(infos, config).locations)
     other = [replace(e, hardware=replace(e.hardware, nvlink_domain="aa/2")) for e in infos[4:]]
     assert not cluster_of([*infos[:4], *other], config).levels[1].link.nvlink
     alone, config = gpu_ranks("aaaa", **tray)
