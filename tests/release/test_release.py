@@ -10,8 +10,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-BY_BRANCH = {"pypa/gh-action-pypi-publish@release/v1"}
-"""Named in docs/develop/release.md."""
 
 
 def parsed(text: str) -> Any:
@@ -24,7 +22,7 @@ def test_actions_are_pinned_by_commit_with_their_release_beside(file: Path) -> N
     lines = re.findall(r"uses: (.+)", file.read_text())
     assert lines
     for line in lines:
-        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line) or line in BY_BRANCH, line
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
 
 
 def test_every_python_that_the_package_names_is_run_by_a_workflow() -> None:
