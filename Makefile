@@ -201,9 +201,9 @@ clean:
 
 $(stamp)run: $(stamp)torch $(sources) $(call fresh,$(stamp)run)
 	@$(prerequisites)
-	@echo "installing gradwire: compiling takes 1 to 3 minutes on two cores, without a word; a wheel in dist/ saves it ..."
+	@echo "installing gradwire: compiling takes 1 to 3 minutes on two cores; a wheel in dist/ saves it ..."
 	@rm -f $(stamp)wheel
-	$(pip) $(constraints) -e .
+	@.ci/build-progress $(python) -m pip install --disable-pip-version-check --verbose $(constraints) -e .
 	@echo $(CURDIR) > $@
 
 $(stamp)wheel: $(stamp)torch $(wheel) $(call fresh,$(stamp)wheel)
