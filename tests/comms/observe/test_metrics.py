@@ -4,6 +4,8 @@ import dataclasses
 import inspect
 import json
 import re
+import shutil
+import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -57,6 +59,29 @@ def test_the_page_on_prometheus_names_what_is_exported_and_its_files_fit_prometh
         for over in re.findall(r"(?:rate|increase)\((\w+)", rule["expr"]):
             assert over in counters
         assert set(re.findall(r"\b(?!gradwire_rules)gradwire_\w+", rule["expr"])) <= named
+
+
+def promtool(*words: str | Path, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs Prometheus' own checker; skips the test if it is not installed."""
+    if (program := shutil.which("promtool")) is None:
+        pytest.skip("promtool is missing: apt-get install prometheus")
+    return subprocess.run([program, *map(str, words)], input=text, capture_output=True, text=True, check=False)
+
+
+def test_promtool_accepts_the_metrics() -> None:
+    done = promtool("check", "metrics", text=REPORT.to_prometheus())
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+def test_promtool_accepts_the_pages_configuration(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "metrics.md").read_text()
+    files = dict(
+        zip(("prometheus.yml", "gradwire_rules.yml"), re.findall(r"```yaml\n(.*?)```", page, re.DOTALL), strict=True)
+    )
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    done = promtool("check", "config", tmp_path / "prometheus.yml")
+    assert done.returncode == 0 and "4 rules found" in done.stdout, done.stdout + done.stderr
 
 
 def test_files_of_several_ranks_may_lie_side_by_side() -> None:
