@@ -254,7 +254,7 @@ def test_the_changelog_begins_with_the_version_that_would_be_built() -> None:
 
 
 def _yaml_files() -> list[Path]:
-    return [ROOT / ".pre-commit-config.yaml", *sorted((ROOT / ".github").rglob("*.yml"))]
+    return [ROOT / ".pre-commit-config.yaml", ROOT / ".readthedocs.yaml", *sorted((ROOT / ".github").rglob("*.yml"))]
 
 
 @pytest.mark.parametrize("file", _yaml_files(), ids=lambda file: file.name)
