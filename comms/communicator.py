@@ -341,9 +341,9 @@ class Communicator:
         from gradwire.comms.run.sparse import BETWEEN, LANES, Sharing, check_sparse, sum_sparse
 
         check_sparse(bucket.flat)
-        sharing = Sharing.of(self.cluster, self.rank, self.config.plan)
+        sharing = Sharing.of(self.cluster, self.rank, self.config.plan_name)
         names, inside = self.cluster.level_names, self.cluster.level_names[0]
-        between = "all ranks" if self.config.plan == "flat" or len(names) == 1 else names[1]
+        between = "all ranks" if self.config.plan_name == "flat" or len(names) == 1 else names[1]
 
         def book(place: int, op: str, logical_nbytes: int, wire_nbytes: float) -> None:
             level = between if place == BETWEEN else inside
@@ -532,8 +532,8 @@ class Communicator:
         """
         nodes, chooser = self.cluster.nodes, self.rank_plans.chooser
         # On GPUs of one node the planner decides by bucket size, so some bucket may be compressed.
-        weighs = self.config.plan == "auto" and chooser.library == "nccl"
-        idle = len(nodes) == 1 and self.config.plan != "flat" and not weighs
+        weighs = self.config.plan_name == "auto" and chooser.library == "nccl"
+        idle = len(nodes) == 1 and self.config.plan_name != "flat" and not weighs
         name = "exact" if idle else chooser.compressed_name()
         return f"{name} {' '.join(','.join(map(str, node)) for node in nodes)}"
 
@@ -774,7 +774,7 @@ def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int
 
         level = rank_plans.links.priced.levels[-1]  # rates measured at the start: no bit depends on them
         rate = max(level.unit_rates or (level.link.bytes_per_second,))
-        if config.nic_bytes_per_second is None:
+        if config.given_rate is None:
             rate = UNSEEN_RATE if level.link.presumed else max(rate, LEAST_RATE)
         return connections_for(round_trip_seconds, rate)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from gradwire.comms.environment import OFF, ON
 
@@ -29,6 +29,8 @@ TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 TCP_TRANSPORTS = ("auto", "gloo")
 """Transports that accept a number of connections, `gloo:8`."""
 NICS = GLOOS_NIC, NIC_PER_RANK = "auto", "per_rank"
+RATES = MEASURE, ASSUME = "measure", "assume"
+"""Words that `nic_bytes_per_second` may be in place of a number."""
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 
 NEARLY = 0.8
@@ -45,9 +47,66 @@ AUTOMATIC = ENVIRONMENT_PREFIX + "HOOK"
 """Names the compressor that every DDP model of the process gets, `none` for an exact hook."""
 
 
+class OptionGroup:
+    """Base class of dataclasses whose fields are set by one option of `Config`: `PlanChoice` and `Reduction`.
+
+    The option is the value of the first field, a mapping of fields by name, or an object of the class.
+    """
+
+    __slots__ = ()
+    OPTION: ClassVar[str]
+    """Name of the option."""
+
+    @classmethod
+    def of(cls, given: object) -> Self:
+        """Makes the group from the value of its option; returns an object of the class unchanged.
+
+        Raises:
+            ValueError: A field's value does not fit.
+            TypeError: A field has an unknown name, or a value of the wrong type.
+        """
+        if isinstance(given, cls):
+            return given
+        known = [entry.name for entry in dataclasses.fields(cls)]  # type: ignore[arg-type]  # subclasses are dataclasses
+        values = given if isinstance(given, Mapping) else {known[0]: given}
+        for name in values:
+            if name not in known:
+                raise TypeError(f"`{cls.OPTION}` has {name!r}; wanted some of {', '.join(known)}")
+        return cls(**values)
+
+    def __repr__(self) -> str:
+        """Returns the shortest value of the option that makes this group."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # as above
+        given = {each.name: value for each in fields if (value := getattr(self, each.name)) != each.default}
+        first = fields[0].name
+        return repr(getattr(self, first)) if given.keys() <= {first} else repr(given)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class Reduction:
+class PlanChoice(OptionGroup):
+    """Choice of a plan for all-reduces, a part of `Config`. As an option it may be a mapping of these names."""
+
+    OPTION: ClassVar[str] = "plan"
+
+    name: str = "auto"
+    """`auto` takes the cheapest plan for exact sums, and `hierarchical` for compressed ones between nodes; `flat`,
+    `hierarchical` and `leader` force one."""
+
+    chunks: int = 0
+    """Chunks that a bucket is cut into so that the phases of a plan overlap; 0 lets the planner choose."""
+
+    def __post_init__(self) -> None:
+        _check_choice("plan", self.name, PLANS)
+        _check_kinds(self, {"chunks": int})
+        if not 0 <= self.chunks <= MOST_CHUNKS:
+            raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses), or 1 to {MOST_CHUNKS}")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Reduction(OptionGroup):
     """Reduction of the ranks' gradients, a part of `Config`. As an option it may be a mapping of these names."""
+
+    OPTION: ClassVar[str] = "reduction"
 
     kind: str = "sum"
     """`sum` adds them; `samples` averages over samples instead of ranks: each rank says how many its gradients are the
@@ -87,34 +146,6 @@ class Reduction:
                 "ranks: leave one of the two out"
             )
 
-    @classmethod
-    def of(cls, given: object) -> "Reduction":
-        """Makes a reduction from a value of the option `reduction`.
-
-        Args:
-            given: Kind (`sum` or `samples`), mapping of fields by name, or a `Reduction`, which is returned unchanged.
-
-        Raises:
-            ValueError: It is none of these, or a field's value does not fit.
-            TypeError: A field has an unknown name, or a value of the wrong type.
-        """
-        if isinstance(given, Reduction):
-            return given
-        if isinstance(given, Mapping):
-            known = [entry.name for entry in dataclasses.fields(cls)]
-            for name in given:
-                if name not in known:
-                    raise TypeError(f"`reduction` has {name!r}; wanted some of {', '.join(known)}")
-            return cls(**given)
-        _check_choice("reduction", given, REDUCTIONS)
-        return cls(kind=str(given))
-
-    def __repr__(self) -> str:
-        """Returns the shortest option that makes this reduction."""
-        fields = {entry.name: (getattr(self, entry.name), entry.default) for entry in dataclasses.fields(self)}
-        given = {name: value for name, (value, default) in fields.items() if value != default}
-        return repr(self.kind) if given.keys() <= {"kind"} else repr(given)
-
 
 def _check_kinds(options: object, kinds: Mapping[str, type]) -> None:
     """Refuses options of the wrong type.
@@ -151,12 +182,9 @@ def _check_switch(options: object, name: str, what: str) -> None:
 class Planning:
     """Options of connections and collectives; the hook, the backend, `Outer` and `fsdp.apply` take all of them."""
 
-    plan: str = "auto"
-    """Plan of the all-reduces: `auto` takes the cheapest for exact sums, and `hierarchical` for compressed ones between
-    nodes; `flat`, `hierarchical` and `leader` force one."""
-
-    chunks: int = 0
-    """Chunks that a bucket is cut into so that the phases of a plan overlap; 0 lets the planner choose."""
+    plan: "PlanChoice | str | Mapping[str, object]" = field(default_factory=PlanChoice)
+    """Plan of the all-reduces: `auto`, `flat`, `hierarchical` or `leader`; or a mapping such as
+    `{"name": "hierarchical", "chunks": 4}`, see `PlanChoice`, which it is once the Config is made."""
 
     transport: str = "auto"
     """Library that carries data between nodes: `gloo`, `nccl` or `mpi`; `auto` chooses by the tensor's device. `gloo:8`
@@ -172,10 +200,14 @@ class Planning:
     come first, outermost first: `region1/rack7/node3`; with a slash at the end, `region1/rack7/`, and with None, the
     node has its host's name."""
 
-    nic_bytes_per_second: float | None = None
-    """Bytes per second of this node to the others in one direction (own on every rank, given on all or none). Slower
-    nodes then own less of what is exchanged; None takes the NIC's rate if every rank knows its own, else the cost
-    model's default."""
+    nic_bytes_per_second: float | str | None = None
+    """Bytes per second of this node to the others in one direction, or how they are found. A number is own on every
+    rank and given on all or none; slower nodes then own less of what is exchanged. None takes the NIC's rate if every
+    rank knows its own. Else it measures the links between CPU nodes for a moment before the first step (0.1 to 0.9 s at
+    10 Mbit/s or more, 1.1 to 2.7 s at 1 Mbit/s), not with `elastic`: that prices plans and gives nodes their shares,
+    and changes no bit. `assume` sends nothing, and takes the cost model's default. `measure` measures latency and
+    bandwidth of every level (two to five seconds on 200 Mbit/s), and plans are chosen by that: their last bits may then
+    differ between runs; only the hook can. `fusion="auto"` measures in any case."""
 
     nics: str = GLOOS_NIC
     """Network interface that gloo listens on, on CPUs: `auto` leaves it to gloo, `per_rank` takes the one that the
@@ -183,11 +215,9 @@ class Planning:
     that the hostname resolves to. To send one rank's messages over several, bond them, or use MPTCP."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self, {"chunks": int, "transport": str, "timeout": timedelta})
-        _check_choice("plan", self.plan, PLANS)
+        object.__setattr__(self, "plan", PlanChoice.of(self.plan))
+        _check_kinds(self, {"transport": str, "timeout": timedelta})
         _check_transport(self.transport)
-        if not 0 <= self.chunks <= MOST_CHUNKS:
-            raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses), or 1 to {MOST_CHUNKS}")
         _check_choice("nics", self.nics, NICS)
         if self.timeout < timedelta(0):
             raise ValueError(
@@ -197,8 +227,32 @@ class Planning:
             raise ValueError(
                 f"`hostname` is {self.hostname!r}; wanted a name, with at most two units before it: region/rack/name"
             )
-        if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
-            raise ValueError(f"`nic_bytes_per_second` is {self.nic_bytes_per_second}; wanted a number > 0, or None")
+        _check_rate(self.nic_bytes_per_second)
+
+    @property
+    def plan_name(self) -> str:
+        """Plan of the all-reduces: `auto`, `flat`, `hierarchical` or `leader`."""
+        return PlanChoice.of(self.plan).name
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that a bucket is cut into; 0 lets the planner choose."""
+        return PlanChoice.of(self.plan).chunks
+
+    @property
+    def given_rate(self) -> float | None:
+        """Bytes per second of this node to the others, if the user gave a number; else None."""
+        return None if isinstance(self.nic_bytes_per_second, str) else self.nic_bytes_per_second
+
+    @property
+    def measures_links(self) -> bool:
+        """Whether every level is measured before the first step, and plans are chosen by that."""
+        return self.nic_bytes_per_second == MEASURE
+
+    @property
+    def looks_at_links(self) -> bool:
+        """Whether unknown links between CPU nodes are measured for a moment before the first step."""
+        return self.nic_bytes_per_second is None
 
     @property
     def host(self) -> str | None:
@@ -227,22 +281,6 @@ class Planning:
             group: Timeout of the process group.
         """
         return self if self.timeout else dataclasses.replace(self, timeout=group)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """Option that decides whether links are measured before the first step."""
-
-    probe: bool | None = None
-    """Measurement of the links before the first step. True measures latency and bandwidth of every level (two to five
-    seconds on 200 Mbit/s), and plans are chosen by that: their last bits may then differ between runs. None measures
-    for a moment the links between CPU nodes whose rate is unknown (0.1 to 0.9 s at 10 Mbit/s or more, 1.1 to 2.7 s at
-    1 Mbit/s); that prices plans and gives nodes their shares, and changes no bit; not with `elastic`. False sends
-    nothing. `fusion="auto"` measures in any case."""
-
-    def __post_init__(self) -> None:
-        if self.probe is not None and not isinstance(self.probe, bool):
-            raise TypeError(f"`probe` is {self.probe!r} ({type(self.probe).__name__}); wanted True, False or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,17 +436,17 @@ def _names_of(part: type) -> tuple[str, ...]:
     return tuple(entry.name for entry in dataclasses.fields(part))
 
 
-PLANNING, MEASURING, COMPRESSION = _names_of(Planning), _names_of(Measuring), _names_of(Compressing)
-SUMMING, FUSION, WATCHING, ELASTIC = map(_names_of, (Summing, Fusing, Watching, Surviving))
+PLANNING, COMPRESSION, SUMMING = map(_names_of, (Planning, Compressing, Summing))
+FUSION, WATCHING, ELASTIC = map(_names_of, (Fusing, Watching, Surviving))
 """Names of each part's options; entry points declare by parts which options they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Planning):
+class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
     """Holds all options that a user can set; equal on all ranks, except those that are "own on every rank"."""
 
     def __post_init__(self) -> None:
-        for part in (Planning, Measuring, Compressing, Summing, Fusing, Watching, Surviving):
+        for part in (Planning, Compressing, Summing, Fusing, Watching, Surviving):
             part.__post_init__(self)
         if self.elastic and self.transport_name == "mpi":
             raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
@@ -519,7 +557,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
     def asked_for(self, names: Sequence[str]) -> list[str]:
         """Returns those of the named options whose value is not the default, in order.
 
-        `probe=False` does not count: it only leaves out a measurement that is made by default.
+        `nic_bytes_per_second="assume"` does not count: it only leaves out a measurement that is made by default.
 
         Args:
             names: Names of options.
@@ -532,8 +570,10 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
     def shared(self) -> dict[str, str]:
         """Returns option's name -> value as text, for all options that must be equal on all ranks."""
-        own = {"hostname", "nic_bytes_per_second"}
-        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name not in own}
+        names = [entry.name for entry in dataclasses.fields(self) if entry.name != "hostname"]
+        values = {name: getattr(self, name) for name in names}
+        if self.given_rate is not None:
+            values["nic_bytes_per_second"] = "a number"
         values["elastic"] = bool(self.elastic)
         if self.cuts_file is not None:  # each rank may name another file
             values["fusion"] = f"a file:{self.fusion_mb}"
@@ -609,10 +649,11 @@ def asks(name: str, value: object) -> bool:
         name: Name of the option.
         value: Value of the option.
     """
-    if name == "probe":
-        return value is True
-    if name == "reduction":
-        value = Reduction.of(value)
+    if name == "nic_bytes_per_second" and value == ASSUME:
+        return False
+    for group in (PlanChoice, Reduction):
+        if name == group.OPTION:
+            value = group.of(value)
     entry = next(entry for entry in dataclasses.fields(Config) if entry.name == name)
     missing = entry.default is dataclasses.MISSING
     return bool(value != (entry.default_factory() if missing and callable(entry.default_factory) else entry.default))
@@ -656,6 +697,16 @@ def _check_transport(text: str) -> None:
         )
 
 
+def _check_rate(value: object) -> None:
+    """Refuses a value of `nic_bytes_per_second` that is neither a positive number, a word of `RATES`, nor None."""
+    wanted = f"wanted a number of bytes per second > 0, {' or '.join(RATES)}, or None"
+    if isinstance(value, bool) or not isinstance(value, float | int | str | None):
+        raise TypeError(f"`nic_bytes_per_second` is {value!r} ({type(value).__name__}); {wanted}")
+    fits = value in RATES if isinstance(value, str) else value is None or 0 < value < float("inf")
+    if not fits:
+        raise ValueError(f"`nic_bytes_per_second` is {value!r}; {wanted}")
+
+
 # Functions that parse the text of an environment variable; the text of their ValueError is what was wanted.
 
 
@@ -685,12 +736,11 @@ def _switch(text: str) -> bool:
     raise ValueError("1, true, yes or on; or 0, false, no or off")
 
 
-def _none_or_switch(text: str) -> bool | None:
-    """Parses a switch, or `auto` as None."""
-    try:
-        return None if text.lower() == "auto" else _switch(text)
-    except ValueError as error:
-        raise ValueError(f"{error}; or auto") from None
+def _rate(text: str) -> str | float | None:
+    """Parses a number of bytes per second, a word of `RATES`, or `auto` as None."""
+    if (word := text.lower()) in ("auto", *RATES):
+        return None if word == "auto" else word
+    return _reader(float, f"a number of bytes per second, {', '.join(RATES)} or auto")(text)  # type: ignore[return-value]
 
 
 def _number_or_word(text: str) -> str | float:
@@ -701,9 +751,9 @@ def _number_or_word(text: str) -> str | float:
         return text
 
 
-def _reduction(text: str) -> object:
-    """Parses a reduction: its kind as it is, or a JSON object."""
-    return _json(text, 'sum, samples, or a JSON object such as {"average": false}') if "{" in text else text
+def _group(wanted: str) -> Callable[[str], object]:
+    """Makes a parser of a word, or of a JSON object with the fields of an `OptionGroup`; the error says `wanted`."""
+    return lambda text: _json(text, wanted) if "{" in text else text
 
 
 def _switch_or_address(text: str) -> bool | str:
@@ -744,19 +794,17 @@ def _json(text: str, wanted: str) -> object:
 
 
 _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
-    "PLAN": ("plan", str),
-    "CHUNKS": ("chunks", _whole_number),
+    "PLAN": ("plan", _group('a plan, or a JSON object such as {"name": "hierarchical", "chunks": 4}')),
     "COMPRESSOR": ("compressor", str),
     "COMPRESSOR_OPTIONS": ("compressor_options", _compressor_options),
     "RULES": ("rules", _rules),
     "TRANSPORT": ("transport", str),
     "FUSION": ("fusion", _number_or_word),
-    "REDUCTION": ("reduction", _reduction),
-    "PROBE": ("probe", _none_or_switch),
+    "REDUCTION": ("reduction", _group('sum, samples, or a JSON object such as {"average": false}')),
     "ELASTIC": ("elastic", _switch_or_address),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
-    "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", _number),
+    "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", _rate),
     "NICS": ("nics", str),
     "STRAGGLER_EVERY": ("straggler_every", _whole_number),
     "STALL_SECONDS": ("stall_seconds", _number),

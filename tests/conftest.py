@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 
-os.environ.setdefault("GRADWIRE_PROBE", "0")
+os.environ.setdefault("GRADWIRE_NIC_BYTES_PER_SECOND", "assume")
 """For the suite's time: hundreds of states are made for nodes of one machine, and a look at their links before each
-takes 0.1 to 0.4 s. Tests of that look say `probe=None`, or make the Config themselves."""
+takes 0.1 to 0.4 s. Tests of that look say `nic_bytes_per_second=None`, or make the Config themselves."""
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 """OpenMP's threads sleep where they wait for each other: where the machine has more to do than cores, they spend twenty

@@ -28,7 +28,7 @@ MOST_LINES = {
 wheel."""
 MOST_LINES_OF_A_FILE = 600
 MOST_COMPRESSORS = 12
-MOST_OPTIONS = 17
+MOST_OPTIONS = 15
 LAYOUT = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

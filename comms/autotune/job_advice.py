@@ -8,6 +8,7 @@ from gradwire.comms.plan.advise import WORTHWHILE, Advice, Candidate, Recommenda
 from gradwire.comms.plan.codec_price import codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.payloads import gpu_memory
+from gradwire.comms.plan.plan import RATES_OPTION
 from gradwire.comms.plan.planner import presumed
 from gradwire.comms.report import wrapped
 from gradwire.comms.step.stepwatch import Observed
@@ -65,10 +66,7 @@ class JobAdvice:
             f"for communication; without any it would take {ms(self.headroom_seconds)} ms\n"
         )
         if self.assumed:
-            return (
-                f"{step}no recommendation: how fast the links {self.assumed} are is not known "
-                "(`nic_bytes_per_second` says it, `probe=True` measures it)"
-            )
+            return f"{step}no recommendation: how fast the links {self.assumed} are is not known ({RATES_OPTION})"
         if self.accumulate > 1:
             exact = min((each for each in self.advice.candidates if each.compressor == "none" and each.available),
                         key=lambda each: each.step_seconds)  # fmt: skip

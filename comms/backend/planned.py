@@ -158,8 +158,8 @@ class PlannedAllReduce:
             return False
         if len(self.cluster.nodes) == 1:
             return device.type == "cpu"
-        if self._config.plan != "auto":
-            return self._config.plan != "flat"
+        if self._config.plan_name != "auto":
+            return self._config.plan_name != "flat"
         rank_plans = self._communicator(device).rank_plans
         plan = plan_all_reduce(rank_plans.cluster, nbytes, chunks=self._config.chunks, library=rank_plans.library)
         return plan.name != "flat"

@@ -51,7 +51,7 @@ class PlannedCollectives:
         """
         key = (op, nbytes, root)
         if key not in self._better:
-            asked, cluster = self._communicator.config.plan, self._communicator.cluster
+            asked, cluster = self._communicator.config.plan_name, self._communicator.cluster
             if asked == "auto" and len(cluster.nodes) == 1:  # shared memory, where gloo goes through sockets
                 self._better[key] = nbytes >= SMALL_NBYTES
             elif asked == "auto":

@@ -37,7 +37,7 @@ from gradwire.comms.bootstrap.compat import (
     factor_of,
     register_backends,
 )
-from gradwire.comms.config import PLANNING, Config
+from gradwire.comms.config import ASSUME, MEASURE, PLANNING, Config
 from gradwire.comms.plan.collectives import BROADCAST
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.transport.gloo_sockets import GlooSockets
@@ -68,8 +68,13 @@ def create(options: object, config: object = None) -> "GradwireGroup":
     """
     if config is None:  # the environment's other options are for hooks
         config = Config.from_env(compressor=None).only(PLANNING)
-    if not isinstance(config, Config):
+    elif not isinstance(config, Config):
         raise TypeError(f"`pg_options` is a {type(config).__name__}; wanted a gradwire.Config or None")
+    elif config.measures_links:
+        raise ValueError(
+            f"`pg_options` has `nic_bytes_per_second` {MEASURE!r}, and the backend measures no links; wanted a number, "
+            f"{ASSUME!r} or None: let gradwire.HookState measure them"
+        )
     if config.compressor is not None:
         raise ValueError(
             f"`pg_options` asks for the compressor {config.compressor!r}, but the backend is exact: it cannot "

@@ -88,7 +88,7 @@ class PeerInfo:
             torch.__version__,
             known or hardware(local_rank(), device.type),
             config.shared(),
-            config.nic_bytes_per_second,
+            config.given_rate,
             kernel=own_kernel(),
             nvls_possible=_nvls_possible(device),
         )
@@ -228,7 +228,7 @@ def _of_gpus(
         return intra, inter
     count = min(count for count, _ in nics if count is not None)
     # Fewer ranks than GPUs drive fewer NICs than the machine's rate is of; a rate that was given stands.
-    share = min(share for _, share in nics) if config.nic_bytes_per_second is None else 1.0
+    share = min(share for _, share in nics) if config.given_rate is None else 1.0
     ranks = max(len(node) for node in cluster.nodes)
     return intra, replace(
         inter,

@@ -68,7 +68,6 @@ class _Round:
         generation: Generation id.
         size: Number of ranks.
         device: Type of the device: `cpu` or `cuda`.
-        nic_bytes_per_second: Configured rate of the NICs; None if not configured.
         shared: Settings that must be equal on all ranks.
         outcome: None while ranks join; empty if all have; else `refused`, `missing` or `ended`, with reason or ranks.
     """
@@ -76,7 +75,6 @@ class _Round:
     generation: Annotated[str, Most(64)]
     size: Count
     device: str
-    nic_bytes_per_second: float | None
     shared: Mapping[str, object]
     outcome: Mapping[str, str | tuple[int, ...]] | None
 
@@ -360,7 +358,6 @@ class _Leader(_Rank):
             "generation": generation,
             "size": self._own.size,
             "device": self._own.device,
-            "nic_bytes_per_second": self._own.nic_bytes_per_second,
             "shared": self._own.shared,
         }
         self._store.set(ROUND, json.dumps({**record, "outcome": outcome}))
@@ -472,8 +469,6 @@ def _misfit(own: PeerInfo, record: dict[str, Any]) -> str | None:
         return _mismatch("world_size", own.rank, own.size, record["size"])
     if own.device != record["device"]:
         return _mismatch("device", own.rank, own.device, record["device"])
-    if (own.nic_bytes_per_second is None) != (record["nic_bytes_per_second"] is None):
-        return _mismatch("nic_bytes_per_second", own.rank, own.nic_bytes_per_second, record["nic_bytes_per_second"])
     for name, value in own.shared.items():
         if record["shared"].get(name) != value:
             return _mismatch(name, own.rank, value, record["shared"].get(name))

@@ -320,8 +320,7 @@ class ElasticTraining(StepListener):
 
     def _shared(self, device: torch.device) -> dict[str, str]:
         """Returns the options, and their values in words, that a joining process must have in common with the job."""
-        given = "unknown" if self._state.config.nic_bytes_per_second is None else "known"
-        return {**self._state.config.shared(), "device": device.type, "nic_bytes_per_second": given}
+        return {**self._state.config.shared(), "device": device.type}
 
     def _join(self, address: str, group: dist.ProcessGroup, device: torch.device) -> None:
         """Joins a running job: waits until the job admits this process, and receives its state.

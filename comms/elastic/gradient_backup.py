@@ -111,7 +111,7 @@ def equalize_decoders(
         RuntimeError: A rank failed.
     """
     cluster, rank, device = communicator.cluster, communicator.rank, communicator.device
-    holds = communicator.config.plan == "flat" or cluster.ranks(cluster.unit(rank, 0))[0] == rank
+    holds = communicator.config.plan_name == "flat" or cluster.ranks(cluster.unit(rank, 0))[0] == rank
     received: list[list[Piece]] = []
     for store in stores:
         received.append([])

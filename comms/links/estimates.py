@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `assumed` | a default | | plans; reports mark it as assumed |
 | `given`, `topology` | bootstrap/placement.py | when ranks connect | plans |
-| `probed` | probe.py, unit_rates.py: `probe=True` or learned cuts | before the first step, again | plans and bits |
+| `probed` | probe.py, unit_rates.py: `measure`, or learned cuts | before the first step, again | plans and bits |
 | `probed` | quick_probe.py | before the first step | predictions; shares in plans whose bits do not change |
 | `transfers` | first_steps.py | after the first steps | predictions |
 
@@ -97,4 +97,5 @@ class Links:
             spread = rates_in_words(level.unit_rates or (level.link.bytes_per_second,))
             described.append(f"{spread} {level.name} ({origin})")
         rates = ", ".join(described)
-        return f"links: {rates or 'none'}" + ("; `probe=True` measures them" if "(assumed)" in rates else "")
+        unknown = '; `nic_bytes_per_second="measure"` measures them' if f"({ASSUMED})" in rates else ""
+        return f"links: {rates or 'none'}{unknown}"

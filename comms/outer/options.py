@@ -7,7 +7,7 @@ would have no effect, or that exchanges cannot support, are refused.
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from gradwire.comms.config import COMPRESSION, NVTX, PLANNING, Config, asks
+from gradwire.comms.config import COMPRESSION, MEASURE, NVTX, PLANNING, Config, asks
 from gradwire.comms.outer.fragments import OuterSettings
 from gradwire.topology.cluster import LEVEL_NAMES
 
@@ -16,8 +16,9 @@ EXACT, NONE = "exact", "none"
 INSIDE = (EXACT, NONE, *LEVEL_NAMES[:-1])
 """Valid values of `inside`; levels of the cluster except the outermost one."""
 
-INSIDE_ONLY = ("fusion", "probe", "trace", "reduction", "straggler_every")
-"""Options of the hook that averages gradients inside a worker; exchanges between workers ignore them."""
+INSIDE_ONLY = ("nic_bytes_per_second", "fusion", "trace", "reduction", "straggler_every")
+"""Options of the hook that averages gradients inside a worker. Exchanges between workers ignore them, except for the
+values in `_is_of_exchanges`."""
 
 OF_EXCHANGES = (*PLANNING, *COMPRESSION, "elastic", "stall_seconds")
 """Options of exchanges between workers."""
@@ -86,13 +87,13 @@ def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:
 
 
 def _is_of_exchanges(name: str, value: object) -> bool:
-    """Returns whether exchanges, too, use this value of an option in `INSIDE_ONLY`: only `trace` with NVTX marks.
+    """Returns whether exchanges, too, use this value of an option in `INSIDE_ONLY`: NVTX marks, and rates not measured.
 
     Args:
         name: Name of the option.
         value: Value of the option.
     """
-    return name == "trace" and value == NVTX
+    return (name == "trace" and value == NVTX) or (name == "nic_bytes_per_second" and value != MEASURE)
 
 
 def refuse_idle(options: Mapping[str, object], why: str) -> None:

@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore, Store, timeout_of
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
 from gradwire.comms.communicator import Communicator, FailurePolicy, meet
-from gradwire.comms.config import ENVIRONMENT_PREFIX, NVTX, Config
+from gradwire.comms.config import ASSUME, ENVIRONMENT_PREFIX, NVTX, Config, PlanChoice
 from gradwire.comms.elastic.membership import View
 from gradwire.comms.elastic.resilient_ops import ResilientOps, first_failure_policy, first_membership, unheld
 from gradwire.comms.hook import HookState
@@ -125,7 +125,7 @@ class Outer(TrainingState[AveragingSession]):
     Don't use large mini-batches, use local SGD, arXiv 1808.07217 (post-local SGD).
     """
 
-    OPTIONS = (*OF_EXCHANGES, *INSIDE_ONLY)
+    OPTIONS = tuple(dict.fromkeys((*OF_EXCHANGES, *INSIDE_ONLY)))
     MARK = OUTER
     NOT_CONNECTED = "Outer has not connected its ranks: {call} has nothing to say yet"
 
@@ -182,7 +182,8 @@ class Outer(TrainingState[AveragingSession]):
             raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
         world = dist.group.WORLD
         config = config.with_timeout_of(timeout_of(world, local_of(trained[0][1]).device))
-        super().__init__(replace(config, plan="hierarchical") if config.plan == "auto" else config)
+        auto = config.plan_name == "auto"
+        super().__init__(replace(config, plan=PlanChoice("hierarchical", config.chunks)) if auto else config)
         # Compare the arguments of all ranks, and find this rank's worker and the ranks that it exchanges with.
         ranks = meet(world, config)
         store = PrefixStore(SessionRanks.name_in(world, COUNCIL), ranks.plain_store)
@@ -201,7 +202,7 @@ class Outer(TrainingState[AveragingSession]):
         self.hook: HookState | None = None
         connection, first = self._connect(group, trained)
         self._connection, communicator = connection, connection.communicator
-        if not config.elastic and config.probe is not False:
+        if not config.elastic and config.nic_bytes_per_second != ASSUME:
             from gradwire.comms.links.quick_probe import quick_probe  # imported only if links are measured
 
             quick_probe(communicator)
@@ -263,7 +264,6 @@ class Outer(TrainingState[AveragingSession]):
         self._group = group
         self._exchanged = replace(
             self.config.only(OF_EXCHANGES),
-            probe=False,
             straggler_every=0,
             trace=NVTX if self.config.marks_nvtx else None,
         )

@@ -40,7 +40,7 @@ class PlanChooser:
 
     Args:
         links: Rates of the links between the ranks.
-        config: Configuration; its `plan` and `chunks` restrict the choice.
+        config: Configuration; its `plan` restricts the choice.
         compressor: Compressor of one phase of buckets that have a layout; None if all is exact.
         payloads: Cost of the compressor's payloads; None without a compressor.
         library: Kind of device whose costs count: `nccl` for GPUs, `gloo` for CPUs, over MPI too.
@@ -53,10 +53,10 @@ class PlanChooser:
     def __init__(
         self, links: Links, config: Config, compressor: Compressor | None, payloads: "Payloads | None", library: str
     ) -> None:
-        self.plan_name = config.plan
+        self.plan_name = config.plan_name
         self.chunks = config.chunks
         self._links = links
-        self._asked_for = config.plan
+        self._asked_for = config.plan_name
         self._fixed_order = config.fuses
         self._why = ""
         self._compressor = compressor

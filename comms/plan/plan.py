@@ -21,6 +21,9 @@ NVLS_TREE = "nvls_tree"
 NOTHING_TO_DO = "nothing to do"
 """Description of a plan without phases, which is that of a single rank."""
 
+RATES_OPTION = '`nic_bytes_per_second` gives the rates, or measures them if it is "measure"'
+"""What to do where a rate is assumed, for reasons and reports."""
+
 BUCKET_NBYTES = 25 << 20
 """DDP's default `bucket_cap_mb`."""
 
@@ -243,7 +246,7 @@ def _paragraph(alike: list[Plan], level_names: tuple[str, ...]) -> str:
     if first.assumed:
         return (
             f"{head} send {traffic}; its time is not known: the rates {first.assumed} are assumed "
-            f"(`nic_bytes_per_second` gives them, `probe=True` measures them). {reasons}"
+            f"({RATES_OPTION}). {reasons}"
         )
     return f"{head} take {_span([plan.seconds * 1e3 for plan in alike], '.3g')} ms and to send {traffic}. {reasons}"
 

@@ -27,6 +27,7 @@ from gradwire.comms.plan.plan import (
     HALVING_DOUBLING,
     NVLS,
     NVLS_TREE,
+    RATES_OPTION,
     REDUCE_SCATTER,
     RING,
     TREE,
@@ -141,8 +142,7 @@ def plan_all_reduce(
     if library == "nccl" and assumed:
         return with_reason(
             flat,
-            f"How fast the links {assumed} are is not known: one NCCL call, until `probe=True` measures them or "
-            "`nic_bytes_per_second` says it.",
+            f"How fast the links {assumed} are is not known: one NCCL call, until {RATES_OPTION}.",
         )
     if cluster.fabric is not None and library == "nccl":
         return _against_nccl(flat, [plan for plan in plans if plan.name not in FLAT_ALGORITHMS])

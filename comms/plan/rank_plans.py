@@ -130,7 +130,7 @@ class RankPlans:
         cluster: Placement of the ranks, and rates of the links between them.
         rank: This rank.
         device_type: Device of the buckets: `cpu` or `cuda`.
-        config: Configuration; its options `plan` and `chunks` restrict the choice.
+        config: Configuration; its option `plan` restricts the choice.
         compressor: Compressor of one phase of buckets that have a layout; None if all is exact.
 
     Attributes:

@@ -294,7 +294,7 @@ def _with_sum_order(transport: Transport) -> "GlooTransport":
     if not getattr(transport, "takes_sum_order", False):
         raise TypeError(
             f"`transport` is a {type(transport).__name__}, and the plan sums in the order of gloo's rings; wanted a "
-            "GlooTransport: leave `probe` False with other transports"
+            'GlooTransport: set `nic_bytes_per_second` to "assume" with other transports'
         )
     return cast("GlooTransport", transport)
 

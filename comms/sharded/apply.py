@@ -16,7 +16,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore, store_of, timeout_of
 from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import ELASTIC, FUSION, MEASURING, SUMMING, Config
+from gradwire.comms.config import ASSUME, ELASTIC, FUSION, MEASURE, SUMMING, Config
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, reporter_of_grid
@@ -90,8 +90,8 @@ def apply(
         **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
             the environment. A rule in `rules` that leaves a parameter dense holds for `shards` and `weights` too, and
             goes by the parameter's whole shape; vectors and the smallest matrices are always dense. Refused are
-            `fusion` and `probe`, because FSDP2's parameter groups decide what is sent together; options that change
-            the sum (`average`, `reduction`, ...); `elastic` and `join`, because a lost rank's shards are lost.
+            `fusion`, because FSDP2's parameter groups decide what travels together;
+            `nic_bytes_per_second="measure"`; `reduction`; and `elastic`, because a lost rank's shards are lost.
 
     Returns:
         The state; keep it for reports, checkpoints and `flush`.
@@ -234,7 +234,7 @@ class ShardLinks:
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self.made:
             communicator = self._communicator(group, ranks) if self._device.type == "cpu" else None
-            flat = self._config.plan == "flat"
+            flat = self._config.plan_name == "flat"
             nodes = None
             if self._few_bits:
                 nodes = find_nodes(group, self._config.host, flat, communicator, self._torchs)
@@ -396,7 +396,12 @@ def _error_of(
 
 def unfit_option(config: Config) -> str | None:
     """Returns an error message about the first option that sharded models do not support; None if there is none."""
-    for name in config.asked_for([*FUSION, *MEASURING]):
+    if config.measures_links:
+        return (
+            f"`nic_bytes_per_second` is {MEASURE!r}, which only the hook of a DDP model does; wanted a number, "
+            f"{ASSUME!r} or None"
+        )
+    for name in config.asked_for(FUSION):
         return (
             f"`{name}` is {getattr(config, name)!r}; FSDP2 decides what is sent together, by its groups: leave it out"
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 import torch
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SAMPLES, SUMMING, WATCHING, Config
+from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, PLANNING, SAMPLES, SUMMING, WATCHING, Config
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.step import listeners as order
 from gradwire.comms.step.listeners import CUTS, FIRST_STEPS, OBSERVER, STEP_WATCH, UNIT_RATES, Listeners
@@ -36,7 +36,7 @@ MakesAgreement = Callable[[str, timedelta], "Agreement"]
 """(name, how long a rank waits for the others) -> what the communicator's ranks decide by."""
 
 
-HOOK_OPTIONS = (*PLANNING, *MEASURING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC)
+HOOK_OPTIONS = (*PLANNING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC)
 """Names of the fields of `Config` that a `HookState` takes."""
 
 StateOwner: TypeAlias = "Carried"
@@ -197,10 +197,10 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
     Args:
         listeners: Listeners of the new session.
         communicator: Communicator of the ranks; its link rates are changed in place.
-        config: Options: `probe`, `fusion` and `elastic` count.
+        config: Options: `nic_bytes_per_second`, `fusion` and `elastic` count.
         consensus: Makes what the ranks decide together by.
     """
-    if config.learns_cuts or config.probe:
+    if config.learns_cuts or config.measures_links:
         from gradwire.comms.links.probe import probe
         from gradwire.comms.links.unit_rates import UnitRates, measure_units
 
@@ -210,7 +210,7 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
         else:
             listeners.add(UNIT_RATES, UnitRates(communicator, consensus("units", config.timeout)))
     elif not config.elastic and communicator.size > 1:
-        if config.probe is None and len(communicator.cluster.nodes) > 1:
+        if config.looks_at_links and len(communicator.cluster.nodes) > 1:
             from gradwire.comms.links.quick_probe import quick_probe
 
             quick_probe(communicator)

@@ -324,7 +324,7 @@ def attach_to(_: int) -> dict[str, object]:
     for name, wrap in wraps.items():
         ddp = wrapped()
         state = gradwire.attach(wrap(ddp), plan="flat")
-        found[name] = state.config.plan == "flat" and state.names.bound and comm_hook_name(ddp) == "comm_hook"
+        found[name] = state.config.plan_name == "flat" and state.names.bound and comm_hook_name(ddp) == "comm_hook"
     builtin = wrapped()
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # type: ignore[attr-defined,no-untyped-call]
     namesake = wrapped()

@@ -74,7 +74,7 @@ def test_the_sum_is_exact_for_every_plan_dtype_and_size(nodes: str, plan: str) -
     def body(communicator: Communicator) -> list[Tensor]:
         return [communicator.all_reduce(integers(communicator.rank, numel, dtype)).wait() for dtype, numel in cases]
 
-    for results in on_ranks(nodes, body, plan=plan, chunks=2):
+    for results in on_ranks(nodes, body, plan={"name": plan, "chunks": 2}):
         for (dtype, numel), result in zip(cases, results, strict=True):
             expected = sum(integers(rank, numel, torch.int64) for rank in range(len(nodes)))
             assert torch.equal(result, torch.as_tensor(expected).to(dtype)), (dtype, numel)
@@ -119,7 +119,7 @@ def test_the_report_counts_the_bytes_of_the_plan() -> None:
 
     for text, sent in on_ranks("aabb", body, plan="hierarchical"):
         assert "links: 40 Gbit/s intra_node (assumed), 10 Gbit/s inter_node (assumed);" in text
-        assert "`probe=True`" in text
+        assert '`nic_bytes_per_second="measure"` measures them' in text
         assert "2 nodes x 2 ranks" in text
         assert "hierarchical" in text
         assert sent == {"inter_node": 128_000}  # half the bucket is this rank's shard; a ring of two sends it once

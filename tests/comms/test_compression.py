@@ -50,10 +50,9 @@ class Rank:
         self.compression = Compression(name, OPTIONS[name], (), rank, len(nodes))
         config = Config(
             hostname=nodes[rank],
-            plan=plan,
+            plan={"name": plan, "chunks": 1},
             compressor=name,
             compressor_options=OPTIONS[name],
-            chunks=1,
             timeout=timedelta(seconds=30),
         )
         self.communicator = Communicator(

@@ -11,11 +11,11 @@ from gradwire.comms.config import (
     COMPRESSION,
     ELASTIC,
     FUSION,
-    MEASURING,
     PLANNING,
     SUMMING,
     WATCHING,
     Config,
+    PlanChoice,
     Reduction,
 )
 from gradwire.compressors.registry import names
@@ -23,8 +23,7 @@ from gradwire.compressors.registry import names
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "hook.md"
 
 VARIABLES: dict[str, tuple[str, str, object]] = {
-    "plan": ("GRADWIRE_PLAN", "leader", "leader"),
-    "chunks": ("GRADWIRE_CHUNKS", "4", 4),
+    "plan": ("GRADWIRE_PLAN", '{"name": "leader", "chunks": 4}', PlanChoice("leader", 4)),
     "compressor": ("GRADWIRE_COMPRESSOR", "powersgd", "powersgd"),
     "compressor_options": (
         "GRADWIRE_COMPRESSOR_OPTIONS",
@@ -35,7 +34,6 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "transport": ("GRADWIRE_TRANSPORT", "gloo:8", "gloo:8"),
     "fusion": ("GRADWIRE_FUSION", "12.5", 12.5),
     "reduction": ("GRADWIRE_REDUCTION", '{"average": false}', Reduction(average=False)),
-    "probe": ("GRADWIRE_PROBE", "1", True),
     "elastic": ("GRADWIRE_ELASTIC", "host:29500", "host:29500"),
     "timeout": ("GRADWIRE_TIMEOUT_SECONDS", "7.5", timedelta(seconds=7.5)),
     "hostname": ("GRADWIRE_HOSTNAME", "node7", "node7"),
@@ -52,7 +50,7 @@ FIELDS = [entry.name for entry in dataclasses.fields(Config)]
 
 def test_every_option_is_of_one_part() -> None:
     """States take and refuse options by their parts: an option of none would be ignored by all but the hook."""
-    parts = [*PLANNING, *MEASURING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC]
+    parts = [*PLANNING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC]
     assert sorted(parts) == sorted(FIELDS)
 
 
@@ -61,7 +59,7 @@ def test_no_rules_may_be_none() -> None:
 
 
 def test_defaults_ask_for_nothing() -> None:
-    assert Config().asked_for(FIELDS) == Config(probe=False).asked_for(FIELDS) == []
+    assert Config().asked_for(FIELDS) == Config(nic_bytes_per_second="assume").asked_for(FIELDS) == []
     given = Config(elastic=True, fusion=1.0, rules=({"pattern": "a"},))
     assert given.asked_for(ELASTIC) == ["elastic"] and given.asked_for(FIELDS) == ["rules", "fusion", "elastic"]
     assert given.only(PLANNING) == Config()
@@ -73,15 +71,17 @@ def test_defaults_ask_for_nothing() -> None:
         ({"plan": "ring"}, "`plan` is 'ring'; wanted one of auto, flat, hierarchical, leader"),
         ({"transport": "smoke"}, "`transport` is 'smoke'"),
         ({"fusion": "some"}, "`fusion` is 'some'; wanted one of bucket, auto, delayed"),
-        ({"chunks": -1}, "`chunks` is -1"),
-        ({"chunks": 1025}, "`chunks` is 1025; wanted 0 (the planner chooses), or 1 to 1024"),
+        ({"plan": {"chunks": -1}}, "`chunks` is -1"),
+        ({"plan": {"chunks": 1025}}, "`chunks` is 1025; wanted 0 (the planner chooses), or 1 to 1024"),
         ({"transport": "gloo:257"}, "`transport` is 'gloo:257'"),
         ({"transport": "gloo:"}, "`transport` is 'gloo:'"),
         ({"transport": "mpi:2"}, "`transport` is 'mpi:2'"),
         ({"timeout": timedelta(seconds=-1)}, "`timeout` is -1 day, 23:59:59"),
         ({"hostname": "a/b/c/d"}, "`hostname` is 'a/b/c/d'; wanted a name, with at most two units before it"),
         ({"hostname": "/d"}, "`hostname` is '/d'"),
-        ({"nic_bytes_per_second": 0.0}, "`nic_bytes_per_second` is 0"),
+        ({"nic_bytes_per_second": 0.0}, "`nic_bytes_per_second` is 0.0; wanted a number of bytes per second > 0"),
+        ({"nic_bytes_per_second": "fast"}, "`nic_bytes_per_second` is 'fast'; wanted a number of bytes per second > 0"),
+        ({"plan": {"name": "ring"}}, "`plan` is 'ring'; wanted one of auto"),
         ({"straggler_every": -1}, "`straggler_every` is -1; wanted a number of steps, or 0 for never"),
         ({"stall_seconds": float("inf")}, "`stall_seconds` is inf"),
         ({"nics": "eth0,eth1"}, "`nics` is 'eth0,eth1'; wanted one of auto, per_rank"),
@@ -124,7 +124,7 @@ def test_an_unknown_compressor_is_refused_with_all_that_are_accepted() -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match=r"`colour` is no option of gradwire; wanted one of chunks"):
+    with pytest.raises(TypeError, match=r"`colour` is no option of gradwire; wanted one of compressor"):
         Config.from_env(colour="red")
 
 
@@ -142,7 +142,7 @@ def test_variables_are_read_and_options_win(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("GRADWIRE_TIMEOUT_SECONDS", "7.5")
     monkeypatch.setenv("GRADWIRE_HOSTNAME", "eu/rack7/")
     config = Config.from_env(plan="flat")
-    assert (config.plan, config.timeout, config.location) == ("flat", timedelta(seconds=7.5), ("eu", "rack7"))
+    assert (config.plan_name, config.timeout, config.location) == ("flat", timedelta(seconds=7.5), ("eu", "rack7"))
 
 
 def test_a_misspelt_variable_is_warned_of_once(
@@ -175,28 +175,43 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "false", "No", "OFF"])
-@pytest.mark.parametrize("field", ["probe", "elastic"])
-def test_a_switch_can_be_off(field: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLES[field][0], text)
-    assert getattr(Config.from_env(), field) is False
+def test_a_switch_can_be_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_ELASTIC", text)
+    assert Config.from_env().elastic is False
 
 
-def test_the_probe_has_three_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Config().probe is None and Config(probe=None).shared() != Config(probe=False).shared()
-    monkeypatch.setenv("GRADWIRE_PROBE", "Auto")
-    assert Config.from_env().probe is None
-    monkeypatch.delenv("GRADWIRE_PROBE")
-    assert Config.from_env().probe is None
+def rate_of(config: Config) -> tuple[float | None, bool, bool]:
+    return config.given_rate, config.looks_at_links, config.measures_links
+
+
+def test_a_rate_is_given_or_says_how_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "GRADWIRE_NIC_BYTES_PER_SECOND"
+    wanted = {"Auto": (None, True, False), "measure": (None, False, True), "assume": (None, False, False)}
+    for text, found in {**wanted, "1e9": (1e9, False, False)}.items():
+        monkeypatch.setenv(variable, text)
+        assert rate_of(Config.from_env()) == found
+    monkeypatch.delenv(variable)
+    assert rate_of(Config.from_env()) == (None, True, False)
+    assert len({str(Config(nic_bytes_per_second=each).shared()) for each in (None, "measure", "assume", 1e9)}) == 4
+
+
+def test_a_plan_is_its_name_or_a_mapping() -> None:
+    assert Config(plan={"chunks": 2}).plan == PlanChoice(chunks=2) != Config().plan
+    assert Config(plan="flat") == Config(plan={"name": "flat"}) == Config(plan=PlanChoice("flat"))
+    assert Config(plan="flat").shared()["plan"] == "'flat'" != Config(plan={"chunks": 2}).shared()["plan"]
+    assert Config().asked_for(["plan"]) == [] and Config(plan={"chunks": 2}).asked_for(["plan"]) == ["plan"]
+    with pytest.raises(TypeError, match=r"`plan` has 'pieces'; wanted some of name, chunks"):
+        Config(plan={"pieces": 2})
 
 
 @pytest.mark.parametrize(
     ("variable", "text", "wanted"),
     [
-        ("GRADWIRE_CHUNKS", "many", "a whole number"),
+        ("GRADWIRE_STRAGGLER_EVERY", "many", "a whole number"),
+        ("GRADWIRE_PLAN", "{", "a plan, or a JSON object such as"),
         ("GRADWIRE_NIC_BYTES_PER_SECOND", "25gbit", "a number"),
         ("GRADWIRE_TIMEOUT_SECONDS", "5m", "a number of seconds"),
         ("GRADWIRE_TIMEOUT_SECONDS", "inf", "a number of seconds"),
-        ("GRADWIRE_PROBE", "maybe", "1, true, yes or on; or 0, false, no or off; or auto"),
         ("GRADWIRE_REDUCTION", "{", "sum, samples, or a JSON object such as"),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "rank=2", 'a JSON object such as {"rank": 2} (Expecting value'),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "[2]", 'a JSON object such as {"rank": 2}'),
@@ -222,10 +237,11 @@ def test_the_reference_lists_every_field_with_its_variable() -> None:
 
 def test_what_is_own_to_a_rank_is_not_compared() -> None:
     assert Config(hostname="x/a").shared() == Config(hostname="y/b").shared()
+    assert Config(nic_bytes_per_second=1e9).shared() == Config(nic_bytes_per_second=2e9).shared()
     assert Config(plan="flat").shared() != Config().shared()
 
 
-@pytest.mark.parametrize(("name", "value"), [("chunks", "x"), ("chunks", True), ("timeout", 5), ("probe", "yes")])
+@pytest.mark.parametrize(("name", "value"), [("timeout", 5), ("straggler_every", "x"), ("nic_bytes_per_second", True)])
 def test_a_value_of_another_type_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"`{name}` is .*wanted"):
         Config(**{name: value})  # type: ignore[arg-type]

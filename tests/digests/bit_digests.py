@@ -16,8 +16,8 @@ Ranks are processes of this machine, nodes are logical. DDP is real, its buckets
 too, but gradients are given: the loss is the sum of parameter times gradient, and the gradients come from integer
 hashes and powers of two, so that no matrix product, library or processor has a say in them.
 
-Not here: `fusion="auto"`, `probe=True`, whose choices depend on a clock; CUDA, NCCL and MPI; a compressor together with
-a plan other than `auto` and `hierarchical`; torch.compile; sparse gradients.
+Not here: `fusion="auto"`, `nic_bytes_per_second="measure"`, whose choices depend on a clock; CUDA, NCCL and MPI; a
+compressor together with a plan other than `auto` and `hierarchical`; torch.compile; sparse gradients.
 """
 
 import argparse
@@ -654,8 +654,8 @@ def _compressed(name: str) -> Training:
     return Training(options={"compressor": compressor, "compressor_options": options, **NIC})
 
 
-def _exact(plan: str, **options: object) -> Training:
-    return Training(options={"plan": plan, **NIC, **options})
+def _exact(plan: str, *, chunks: int = 0, **options: Any) -> Training:
+    return Training(options={"plan": {"name": plan, "chunks": chunks}, **NIC, **options})
 
 
 def _with(case: Training, **options: object) -> Training:
@@ -676,10 +676,10 @@ def exact_cases(layout: str) -> Iterator[tuple[str, Case]]:
                 yield f"exact/{plan}/chunks-{chunks}", _exact(plan, chunks=chunks)
         for dtype in FLOATS[1:] if layout == "2x2" or plan == "hierarchical" else FLOATS[3:] if plan == "flat" else ():
             yield f"exact/{plan}/{_name(dtype)}", replace(_exact(plan), dtypes=(dtype,))
-    yield "exact/auto/slow-nic", _exact("auto", **SLOW_NIC)
-    yield "exact/auto/large", replace(_exact("auto", **SLOW_NIC), model="large", bucket_mb=25)
+    yield "exact/auto/slow-nic", _with(_exact("auto"), **SLOW_NIC)
+    yield "exact/auto/large", replace(_with(_exact("auto"), **SLOW_NIC), model="large", bucket_mb=25)
     yield "exact/hierarchical/large", replace(_exact("hierarchical"), model="large", bucket_mb=25)
-    yield "exact/auto/mixed-dtypes", replace(_exact("auto", **SLOW_NIC), dtypes=MIXED)
+    yield "exact/auto/mixed-dtypes", replace(_with(_exact("auto"), **SLOW_NIC), dtypes=MIXED)
     if layout == "4x1":
         for plan in plans:
             yield f"racks/{plan}/fused", replace(_exact(plan, fusion=0.1, chunks=3), racks=True)
@@ -710,7 +710,7 @@ def interplay_cases(names: Sequence[str]) -> Iterator[tuple[str, Case]]:
     """Each of some compressors with whatever else the hook does."""
     for name in names:
         case, place = _compressed(name), f"with/{name}"
-        yield f"{place}/chunks-3", _with(case, chunks=3)
+        yield f"{place}/chunks-3", _with(case, plan={"chunks": 3})
         yield f"{place}/fused", _with(case, fusion=0.1)
         yield f"{place}/fusion-changing", replace(_with(case, fusion=0.05), plans=_changing)
         yield f"{place}/rules", _with(case, **_RULES)

@@ -21,7 +21,9 @@ def planned(group: Any, rank: int, plan: str = "hierarchical") -> Any:
     config = first_module("gradwire.comms.config").Config
     made = getattr(module, "PlannedAllReduce", None) or module.Sums
     options = group_options(group.store, rank, len(NODES), "fake")
-    return made(options, config(hostname=NODES[rank], plan=plan, chunks=2 if plan == "hierarchical" else 1))
+    return made(
+        options, config(hostname=NODES[rank], plan={"name": plan, "chunks": 2 if plan == "hierarchical" else 1})
+    )
 
 
 def tensors(rank: int, device: torch.device, strided: bool = False) -> list[Tensor]:

@@ -28,6 +28,8 @@ COMPRESSORS = tuple(OPTIONS)
 FAMILIES = ("bf16", "int8", "onebit", "dgc", "powersgd")
 """One of each way of exchanging and of keeping state: fp16 is bf16's, int4 int8's."""
 
+IN_ONE, IN_TWO = ({"name": "hierarchical", "chunks": chunks} for chunks in (1, 2))
+
 
 def compared(
     compressor: str,
@@ -38,8 +40,7 @@ def compared(
 ) -> Machine:
     """Trains on CUDA and on the CPU, and compares all averages; returns the recorder, whose faults were looked at."""
     settings: dict[str, Any] = {
-        "plan": "hierarchical",
-        "chunks": 1,
+        "plan": IN_ONE,
         "compressor": compressor,
         "compressor_options": OPTIONS[compressor],
     }
@@ -88,7 +89,7 @@ def test_thirty_steps(compressor: str) -> None:
 @pytest.mark.parametrize("compressor", ["int8", "dgc", "powersgd"])
 def test_chunks(compressor: str, nodes: str) -> None:
     """Of one GPU a node, a chunk ends with a kernel of its own: no all-gather orders it before the next one's."""
-    compared(compressor, (FIRST,) * 3, nodes, chunks=2)
+    compared(compressor, (FIRST,) * 3, nodes, plan=IN_TWO)
 
 
 @pytest.mark.parametrize("compressor", FAMILIES)
@@ -137,7 +138,7 @@ def test_owners_by_their_links(compressor: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(FakeNccl, "_connect", connecting)
     monkeypatch.setattr(FakeNccl, "abort", ending)
-    settings: dict[str, Any] = {"plan": "hierarchical", "chunks": chunks, "compressor": compressor}
+    settings: dict[str, Any] = {"plan": {"name": "hierarchical", "chunks": chunks}, "compressor": compressor}
     settings["compressor_options"] = options = OPTIONS[compressor]
     main = make_routed(compressor, options)
     assert isinstance(main, Routed)
@@ -191,7 +192,7 @@ def test_a_loaded_state(compressor: str) -> None:
 
 @pytest.mark.parametrize("compressor", ["int8", "dgc"])
 def test_a_state_that_is_loaded_for_other_buckets(compressor: str) -> None:
-    compared(compressor, (REBUILT, REBUILT, OTHERS, OTHERS), before=loads_its_own, chunks=2)
+    compared(compressor, (REBUILT, REBUILT, OTHERS, OTHERS), before=loads_its_own, plan=IN_TWO)
 
 
 @pytest.mark.parametrize("compressor", ["onebit", "powersgd"])
@@ -200,9 +201,9 @@ def test_a_run_that_resumes_in_a_new_state(compressor: str) -> None:
         if step == 2:
             saved = job.state.state_dict()
             node = job.state.config.hostname
-            config = {"plan": "hierarchical", "compressor": compressor, "compressor_options": OPTIONS[compressor]}
+            config = {"plan": IN_ONE, "compressor": compressor, "compressor_options": OPTIONS[compressor]}
             job.state.close()
-            job.state = make_state(job.model.process_group, job.model, node, chunks=1, **config)
+            job.state = make_state(job.model.process_group, job.model, node, **config)
             job.state.load_state_dict(saved)
 
     compared(compressor, (REBUILT, REBUILT, FIRST, REBUILT), before=before)
@@ -264,7 +265,7 @@ def test_the_saved_state_is_that_of_the_cpu() -> None:
                 for entry in job.state.state_dict().values():
                     kept.update((key, value.cpu() if isinstance(value, Tensor) else value) for key, value in entry)
 
-        settings: dict[str, Any] = {"compressor": "int8", "plan": "hierarchical", "chunks": 1}
+        settings: dict[str, Any] = {"compressor": "int8", "plan": IN_ONE}
         train("aabb", (REBUILT,) * 4, before=before, **settings)(rank, device, group)
         return kept
 

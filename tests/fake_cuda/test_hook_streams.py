@@ -59,7 +59,7 @@ def late_waits(running: Machine) -> int:
 
 @pytest.mark.parametrize(("plan", "nodes", "chunks"), PLANS)
 def test_every_plan(plan: str, nodes: str, chunks: int) -> None:
-    body = train(nodes, STEPS, whole=True, quiet=True, plan=plan, chunks=chunks)
+    body = train(nodes, STEPS, whole=True, quiet=True, plan={"name": plan, "chunks": chunks})
     results, running = on_cuda(len(nodes), body)
     assert_equal(results, averages(nodes))
     assert late_waits(running) == 0
@@ -74,7 +74,7 @@ LONG = ((("three_weight",), ("two_weight",), ("one_weight",)),) * 30
     ("plan", "nodes", "chunks"), [("flat", "aabb", 1), ("hierarchical", "aabb", 1), ("hierarchical", "aab", 2)]
 )
 def test_thirty_steps(plan: str, nodes: str, chunks: int) -> None:
-    body = train(nodes, LONG, shapes=SMALL, whole=True, quiet=True, plan=plan, chunks=chunks)
+    body = train(nodes, LONG, shapes=SMALL, whole=True, quiet=True, plan={"name": plan, "chunks": chunks})
     results, _ = on_cuda(len(nodes), body)  # where timing ends, times are read for the last time, a step late
     for step, names in enumerate(LONG):
         each = [gradient(rank, step, SMALL, whole=True) for rank in range(len(nodes))]
@@ -95,7 +95,7 @@ def test_every_step_is_watched(plan: str, monkeypatch: pytest.MonkeyPatch) -> No
         real(own, query)
 
     monkeypatch.setattr(deadline, "watch", watch)
-    on_cuda(4, train("aabb", LONG, shapes=SMALL, whole=True, quiet=True, plan=plan, chunks=1))
+    on_cuda(4, train("aabb", LONG, shapes=SMALL, whole=True, quiet=True, plan={"name": plan, "chunks": 1}))
     assert len(watched) >= 4 * len(LONG)
 
 
@@ -119,7 +119,9 @@ def test_what_torch_issues_between_steps_is_behind_every_collective(plan: str, m
         sent = [entry for entry in device.schedule if entry.kind == "collective"]
         ahead.extend(f"{each.op} before step {step}" for each in sent if clock.get(each.stream, 0) < each.tick)
 
-    on_cuda(4, train("aabb", LONG, before=before, shapes=SMALL, whole=True, quiet=True, plan=plan, chunks=1))
+    on_cuda(
+        4, train("aabb", LONG, before=before, shapes=SMALL, whole=True, quiet=True, plan={"name": plan, "chunks": 1})
+    )
     assert len(shared) >= 4 * 2
     assert not ahead
 
@@ -140,14 +142,16 @@ def test_a_step_ends_behind_the_call_in_which_ddp_waits_for_its_map(sums_the_map
             for owner, name, whose in ((job.state, "_end_step", "gradwire's"), (job, "_allocate", "DDP's")):
                 setattr(owner, name, partial(noted, order, whose, getattr(owner, name)))
 
-    on_cuda(4, train("aabb", LONG[:2], before=before, shapes=SMALL, whole=True, plan="hierarchical", chunks=1))
+    on_cuda(
+        4, train("aabb", LONG[:2], before=before, shapes=SMALL, whole=True, plan={"name": "hierarchical", "chunks": 1})
+    )
     for order in orders.values():
         assert order[-2:] == (["DDP's", "gradwire's"] if sums_the_map else ["gradwire's", "DDP's"])
 
 
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_the_same_bits_as_on_the_cpu(plan: str) -> None:
-    body = train("aabb", STEPS, plan=plan, chunks=2)
+    body = train("aabb", STEPS, plan={"name": plan, "chunks": 2})
     results, _ = on_cuda(4, body)
     for have, want in zip(results, on_cpu(4, body), strict=True):
         for one, other in zip(chain(*have), chain(*want), strict=True):
@@ -159,7 +163,7 @@ def test_the_same_bits_as_on_the_cpu(plan: str) -> None:
 @pytest.mark.parametrize("fusion_mb", [0.015, 1.0])
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_joined_buckets(plan: str, fusion_mb: float) -> None:
-    body = train("aabb", STEPS, whole=True, quiet=True, plan=plan, chunks=2, fusion=fusion_mb)
+    body = train("aabb", STEPS, whole=True, quiet=True, plan={"name": plan, "chunks": 2}, fusion=fusion_mb)
     results, _ = on_cuda(4, body)
     assert_equal(results, averages("aabb"))
 
@@ -178,13 +182,13 @@ def test_cuts_that_change_between_steps() -> None:
             job.state.fuse(plans[step])
 
     steps = (FIRST, REBUILT, REBUILT, REBUILT)
-    body = train("aabb", steps, before=before, whole=True, quiet=True, plan="hierarchical", chunks=2)
+    body = train("aabb", steps, before=before, whole=True, quiet=True, plan={"name": "hierarchical", "chunks": 2})
     results, _ = on_cuda(4, body)
     assert_equal(results, averages("aabb", steps))
 
 
 def test_backward_on_a_stream_of_the_user() -> None:
-    inner = train("aabb", STEPS, whole=True, quiet=True, plan="hierarchical", chunks=2, fusion=0.015)
+    inner = train("aabb", STEPS, whole=True, quiet=True, plan={"name": "hierarchical", "chunks": 2}, fusion=0.015)
 
     def body(rank: int, device: torch.device, group: Any) -> Any:
         stream = side_stream()
@@ -200,7 +204,9 @@ def test_narrow_gradients() -> None:
     # The sum of whole numbers below 2^8 is exact in float16, in any order.
     def body(rank: int, device: torch.device, group: Any) -> list[Tensor]:
         module = first_module("gradwire.comms.communicator").Communicator
-        config = first_module("gradwire.comms.config").Config(hostname="aabb"[rank], plan="hierarchical", chunks=2)
+        config = first_module("gradwire.comms.config").Config(
+            hostname="aabb"[rank], plan={"name": "hierarchical", "chunks": 2}
+        )
         communicator = module(group.store, rank, 4, device, config, name="narrow")
         found = []
         for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
@@ -244,7 +250,9 @@ def test_a_bucket_may_be_reused_as_soon_as_its_future_was_waited_for() -> None:
     # DDP's buckets live on; a tensor that lives for one step shows whether everything in flight is held.
     def body(rank: int, device: torch.device, group: Any) -> list[float]:
         module = first_module("gradwire.comms.communicator").Communicator
-        config = first_module("gradwire.comms.config").Config(hostname="aabb"[rank], plan="hierarchical", chunks=3)
+        config = first_module("gradwire.comms.config").Config(
+            hostname="aabb"[rank], plan={"name": "hierarchical", "chunks": 3}
+        )
         communicator = module(group.store, rank, 4, device, config, name="short")
         sums = []
         for step in range(4):
@@ -261,7 +269,7 @@ def test_a_bucket_may_be_reused_as_soon_as_its_future_was_waited_for() -> None:
 
 
 def test_what_the_schedule_says_of_a_bucket() -> None:
-    _, running = on_cuda(4, train("aabb", STEPS, whole=True, plan="hierarchical", chunks=2))
+    _, running = on_cuda(4, train("aabb", STEPS, whole=True, plan={"name": "hierarchical", "chunks": 2}))
     for rank, entries in enumerate(running.schedule()):
         ticks: dict[int, int] = {}
         done: set[tuple[int, int]] = set()

@@ -152,7 +152,7 @@ def one_ignored(owner: type, method: str, number: int, result: object) -> Iterat
 
 
 def gradwire_training(**options: Any) -> None:
-    settings: dict[str, Any] = {"plan": "hierarchical", "chunks": 2, "whole": True} | options
+    settings: dict[str, Any] = {"plan": {"name": "hierarchical", "chunks": 2}, "whole": True} | options
     on_cuda(4, train("aabb", (FIRST, REBUILT, REBUILT), **settings))
 
 
@@ -212,8 +212,8 @@ def bucket_in_pieces() -> None:
         if step == 1:
             job.state.fuse(FusionPlan(piece_nbytes=8192))
 
-    options: dict[str, Any] = {"compressor": "int8", "chunks": 1}
-    on_cuda(2, train("ab", (FIRST,) * 3, before=before, plan="hierarchical", **options))
+    options: dict[str, Any] = {"compressor": "int8", "plan": {"name": "hierarchical", "chunks": 1}}
+    on_cuda(2, train("ab", (FIRST,) * 3, before=before, **options))
 
 
 def bucket_let_go() -> None:

@@ -39,8 +39,7 @@ def recorded(nodes: str, compressor: str | None, release_each: bool = False, chu
         NODES[nodes],
         [ROWS] * BUCKETS,
         release_each=release_each,
-        plan="hierarchical",
-        chunks=chunks,
+        plan={"name": "hierarchical", "chunks": chunks},
         compressor=compressor,
     )
 
@@ -172,8 +171,8 @@ def test_a_step_bound_by_computing_ends_as_early_as_its_last_bucket_can(compress
 def test_what_holding_back_costs_at_the_end_of_a_step() -> None:
     # The bucket before the last one has been back from the network for long; it comes down only now, while the last one
     # is between the nodes. Where that is shorter than the way down of a large bucket, the difference is the price.
-    small = record(NODES["2x2"], [1], plan="hierarchical", chunks=1)
-    mixed = record(NODES["2x2"], [ROWS, ROWS, 1], plan="hierarchical", chunks=1)
+    small = record(NODES["2x2"], [1], plan={"name": "hierarchical", "chunks": 1})
+    mixed = record(NODES["2x2"], [ROWS, ROWS, 1], plan={"name": "hierarchical", "chunks": 1})
     scale = 25 * MIB / mixed.bucket_nbytes[0]
     for nvlink, price in ((300e9, False), (30e9, True)):
         speeds = Speeds(nic_bytes_per_second=GBIT_100, nvlink_bytes_per_second=nvlink)
@@ -187,7 +186,9 @@ def test_what_holding_back_costs_at_the_end_of_a_step() -> None:
 
 
 def test_few_buffers_of_joined_buckets_are_in_use() -> None:
-    schedule = record(NODES["2x2"], [ROWS] * 12, plan="hierarchical", chunks=1, fusion=2 * ROWS * 1024 / MIB)
+    schedule = record(
+        NODES["2x2"], [ROWS] * 12, plan={"name": "hierarchical", "chunks": 1}, fusion=2 * ROWS * 1024 / MIB
+    )
     assert schedule.joined_nbytes == [2 * ROWS * 1024] * 6
     buffer = schedule.joined_nbytes[0]
     assert max(schedule.peak_nbytes) < 3 * buffer + buffer // 2  # as the allocator sees it, however far the host is

@@ -681,7 +681,13 @@ def table() -> list[str]:
     for name, nodes in (("2 x 8", "aaaaaaaabbbbbbbb"), ("4 x 4", "aaaabbbbccccdddd")):
         for compressor in (None, "int8"):
             held, at_once = (
-                record(nodes, [64] * 6, release_each=early, plan="hierarchical", chunks=1, compressor=compressor)
+                record(
+                    nodes,
+                    [64] * 6,
+                    release_each=early,
+                    plan={"name": "hierarchical", "chunks": 1},
+                    compressor=compressor,
+                )
                 for early in (False, True)
             )
             for gbit in (25, 100, 200):
@@ -728,8 +734,7 @@ def main(words: Sequence[str] | None = None) -> None:
             chosen.nodes,
             [rows] * chosen.buckets,
             release_each=release_each,
-            plan="hierarchical",
-            chunks=1,
+            plan={"name": "hierarchical", "chunks": 1},
             compressor=chosen.compressor,
         )
         arrivals = [chosen.gap_ms * 1e-3 * (number + 1) for number in range(chosen.buckets)]

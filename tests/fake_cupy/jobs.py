@@ -16,7 +16,11 @@ ALIKE = {"one": (48, 64), "two": (48, 64), "three": (48, 64), "four": (48, 64)}
 
 def job(compressor: str, buckets: Sequence[Sequence[Sequence[str]]], **more: Any) -> Callable[..., Any]:
     """A training of two nodes of two ranks, whose sums between nodes are compressed."""
-    settings: dict[str, Any] = {"nodes": "aabb", "plan": "hierarchical", "chunks": 2, "compressor": compressor}
+    settings: dict[str, Any] = {
+        "nodes": "aabb",
+        "plan": {"name": "hierarchical", "chunks": 2},
+        "compressor": compressor,
+    }
     settings["compressor_options"] = COMPRESSORS[compressor]
     return train(buckets=buckets, **settings | more)
 
@@ -31,4 +35,10 @@ def owned_by_some(compressor: str) -> Callable[..., Any]:
 
     So what it waits for in the second says nothing of what it has issued last for the first.
     """
-    return job(compressor, ((("one", "two", "three"), ("four",)),) * 4, nodes="aaab", chunks=1, shapes=ALIKE)
+    return job(
+        compressor,
+        ((("one", "two", "three"), ("four",)),) * 4,
+        nodes="aaab",
+        plan={"name": "hierarchical", "chunks": 1},
+        shapes=ALIKE,
+    )

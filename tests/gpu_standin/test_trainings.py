@@ -38,7 +38,7 @@ EXACT: dict[str, Settings] = {
     "flat": {"hook": {"plan": "flat"}},
     "leader": {"hook": {"plan": "leader"}},
     "hierarchical": {"hook": HIERARCHICAL, "momentum": 0.9},
-    "in chunks": {"hook": HIERARCHICAL | {"chunks": 2}},
+    "in chunks": {"hook": {"plan": {"name": "hierarchical", "chunks": 2}}},
     "joined buckets": {"hook": HIERARCHICAL | {"fusion": 0.05}},
     "find_unused_parameters": {"hook": HIERARCHICAL, "ddp": {"find_unused_parameters": True}},
     "static_graph": {"hook": HIERARCHICAL, "ddp": {"static_graph": True, "gradient_as_bucket_view": True}},

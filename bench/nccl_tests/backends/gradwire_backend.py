@@ -64,7 +64,7 @@ class GradwireBackend:
 
     def facts(self) -> dict[str, str]:
         """Returns the plans used so far, the compressor, and the collectives that went through the process group."""
-        facts = {"algorithm": self._config.plan, "compressor": self._compressor.name if self._compressor else "none"}
+        facts = {"algorithm": self._config.plan_name, "compressor": getattr(self._compressor, "name", "none")}
         plans = dict.fromkeys(_without_size(plan) for plan in self.report().plans)
         for number, plan in enumerate(plans):
             facts["plan" if len(plans) == 1 else f"plan {number + 1}"] = plan
@@ -98,7 +98,7 @@ class GradwireBackend:
             numel: Elements of the tensor.
         """
         cluster = self._communicator.cluster
-        if len(cluster.nodes) == 1 or self._config.plan == "flat":
+        if len(cluster.nodes) == 1 or self._config.plan_name == "flat":
             return numel
         return max(1, numel // len(cluster.ranks(cluster.unit(self.rank, 0))))
 

@@ -76,7 +76,9 @@ def check_hook(place: mpi_launch.MpiPlace) -> None:
     ours = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)))
     ours.load_state_dict(plain.state_dict())
     # Two logical nodes of two ranks each, so that a phase between nodes exists.
-    state = gradwire.HookState(ours, transport="mpi", plan="hierarchical", chunks=3, hostname=f"node{place.rank // 2}")
+    state = gradwire.HookState(
+        ours, transport="mpi", plan={"name": "hierarchical", "chunks": 3}, hostname=f"node{place.rank // 2}"
+    )
     ours.register_comm_hook(state, gradwire.comm_hook)
     for step in range(3):
         batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + place.rank))

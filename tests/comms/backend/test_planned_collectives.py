@@ -97,7 +97,7 @@ def test_every_dtype_and_size_has_its_meaning(nodes: str) -> None:
             assert same(part, own.to(part.dtype)), (part.dtype, part.numel())
             assert same(source, contribution(rank, source.numel(), source.dtype)), "the source is as it was"
 
-    on_ranks(nodes, body, chunks=3)
+    on_ranks(nodes, body, plan={"chunks": 3})
 
 
 def contribution_like(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -235,15 +235,18 @@ def test_options_that_do_not_fit_are_refused_in_words(processes: Processes) -> N
     assert "`pg_options`" in lossy and "HookState" in lossy
     (lossless, _) = processes(2, asks, Config(elastic=True))
     assert "`pg_options` has `elastic` True" in lossless and "gradwire.HookState" in lossless
+    (measured, _) = processes(2, asks, Config(nic_bytes_per_second="measure"))
+    assert "`pg_options` has `nic_bytes_per_second` 'measure'" in measured
     (other, _) = processes(2, asks, "fast")
     assert "`pg_options` is a str" in other
 
 
 def from_environment(rank: int) -> bool:
     os.environ.update({"GRADWIRE_ELASTIC": "1", "GRADWIRE_FUSION": "25", "GRADWIRE_PLAN": "flat"})
+    os.environ["GRADWIRE_NIC_BYTES_PER_SECOND"] = "measure"
     dist.init_process_group("gradwire")
     group = dist.group.WORLD
-    assert group.config == Config(plan="flat", timeout=group.config.timeout)  # type: ignore[union-attr]
+    assert group.config == Config(plan="flat", nic_bytes_per_second="measure", timeout=group.config.timeout)  # type: ignore[union-attr]
     dist.barrier()
     return True
 
@@ -254,7 +257,7 @@ def test_variables_of_the_hook_are_not_the_backends(processes: Processes) -> Non
 
 def differs(rank: int) -> str:
     try:
-        dist.init_process_group("gradwire", pg_options=Config(chunks=rank))
+        dist.init_process_group("gradwire", pg_options=Config(plan={"chunks": rank}))
     except ValueError as error:
         return str(error)
     return ""
@@ -262,7 +265,7 @@ def differs(rank: int) -> str:
 
 def test_ranks_with_different_options_do_not_meet(processes: Processes) -> None:
     for message in processes(2, differs):
-        assert "`chunks` is" in message
+        assert "`plan` is" in message and "{'chunks': 1}" in message
 
 
 def dies(rank: int, op: dist.ReduceOp.RedOpType) -> tuple[str, str]:

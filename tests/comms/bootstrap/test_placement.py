@@ -89,7 +89,7 @@ def gpu_ranks(
         local = seen.setdefault(peer_info.host[0], 0)
         seen[peer_info.host[0]] += 1
         facts = Hardware(370.8e9, 384e9, f"mlx5_{nics[local]}", nics=8, fabric=fabric)
-        rate = config.nic_bytes_per_second
+        rate = config.given_rate
         found.append(replace(peer_info, device="cuda", hardware=replace(facts, **changes), nic_bytes_per_second=rate))
     return found, config
 

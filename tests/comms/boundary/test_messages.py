@@ -242,7 +242,6 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
                 "generation": "ab",
                 "size": 2,
                 "device": "cpu",
-                "nic_bytes_per_second": None,
                 "shared": {"a": "b"},
                 "outcome": {"missing": [1]},
             }

@@ -270,11 +270,11 @@ def compressed() -> dict[str, object]:
 def default_device() -> dict[str, object]:
     """A script has torch make its own tensors on another device; gradwire's stay where they were, also of a look."""
     torch.set_default_device("meta")
-    probe = os.environ.pop("GRADWIRE_PROBE")  # tests have no look at links
+    rate = os.environ.pop("GRADWIRE_NIC_BYTES_PER_SECOND")  # tests have no look at links
     try:
         return default()
     finally:
-        os.environ["GRADWIRE_PROBE"] = probe
+        os.environ["GRADWIRE_NIC_BYTES_PER_SECOND"] = rate
         torch.set_default_device(None)
 
 

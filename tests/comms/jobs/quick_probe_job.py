@@ -10,11 +10,11 @@ import gradwire
 from gradwire.bench.emulation.fork import ForkedRank
 
 
-def trained(probe: bool | None) -> tuple[str, str]:
+def trained(rate: str | None) -> tuple[str, str]:
     """What is known of links and plans after two steps, and the digest of the weights."""
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(1 << 8, 1 << 8))
-    state = gradwire.HookState(model, probe=probe)
+    state = gradwire.HookState(model, nic_bytes_per_second=rate)
     model.register_comm_hook(state, gradwire.comm_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
@@ -31,8 +31,8 @@ def trained(probe: bool | None) -> tuple[str, str]:
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     place.connect()
-    for name, probe in (("default", None), ("probe=False", False)):
-        text, digest = trained(probe)
+    for name, rate in (("default", None), ("not measured", "assume")):
+        text, digest = trained(rate)
         owners = "owners by their links" if "owners by their links" in text else "equal owners"
         links = "probed" if "(probed)" in text else "not probed"
         print(f"{name}: {owners}, {links}; bits {digest}", flush=True)

@@ -127,12 +127,12 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("abcd", {}, True),
     ("abcd", {"fusion": 1.0}, True),
     ("abcd", {"plan": "flat"}, False),
-    ("aaabcc", {"plan": "hierarchical", "chunks": 3}, True),
+    ("aaabcc", {"plan": {"name": "hierarchical", "chunks": 3}}, True),
     ("abcabc", {"plan": "leader"}, True),
     ("aabbcc", {"plan": "flat"}, False),
     ("abc", {"compressor": "bf16"}, True),
     ("abc", {"compressor": "fp16", "compressor_options": {"plain": True, "warmup_steps": 1}}, True),
-    ("abc", {"compressor": "bf16", "chunks": 2}, True),
+    ("abc", {"compressor": "bf16", "plan": {"chunks": 2}}, True),
     ("abc", {"compressor": "bf16", "compressor_options": {"residual": True}}, False),
     ("abc", {"compressor": "int8"}, False),
     ("abc", {"compressor": "powersgd"}, False),
@@ -289,7 +289,9 @@ def default_states(rank: int) -> list[str]:
 
 
 def test_states_look_by_default_and_again_and_not_where_ranks_may_change(processes: Processes) -> None:
-    first, other = processes(2, default_states, nodes=["one", "two"], environment={"GRADWIRE_PROBE": "auto"})
+    first, other = processes(
+        2, default_states, nodes=["one", "two"], environment={"GRADWIRE_NIC_BYTES_PER_SECOND": "auto"}
+    )
     assert [["(probed)" in text for text in each] for each in (first, other)] == [[True, True, False, True]] * 2
 
 
@@ -370,5 +372,5 @@ def test_a_slow_node_owns_less_by_default_and_no_bit_tells() -> None:
     result.check()
     text = "\n".join(result.output)
     assert len(re.findall("default: owners by their links, probed", text)) == 3
-    assert len(re.findall("probe=False: equal owners, not probed", text)) == 3
+    assert len(re.findall("not measured: equal owners, not probed", text)) == 3
     assert len(set(re.findall(r"bits (\w{64})", text))) == 1 and len(re.findall(r"bits (\w{64})", text)) == 6

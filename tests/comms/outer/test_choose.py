@@ -204,15 +204,15 @@ def use_a_link_that_was_looked_at(rank: int) -> tuple[int, str]:
     quick_probe.quick_probe = look
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    outer = gradwire.Outer(model, optimizer, probe=None)
+    outer = gradwire.Outer(model, optimizer, nic_bytes_per_second=None)
     train(model, optimizer, range(LOOK_STEPS + 1))
     assert looked == [INTER_NODE.bytes_per_second]
     found = outer.settings.every, str(outer.report())
     outer.close()
     for delay in (1, None):
-        gradwire.Outer(model, optimizer, probe=None, every=4, fragments=1, delay=delay).close()
-    gradwire.Outer(model, optimizer, probe=False).close()
-    gradwire.Outer(model, optimizer, every=4, fragments=1, delay=1, probe=None, elastic=True).close()
+        gradwire.Outer(model, optimizer, nic_bytes_per_second=None, every=4, fragments=1, delay=delay).close()
+    gradwire.Outer(model, optimizer, nic_bytes_per_second="assume").close()
+    gradwire.Outer(model, optimizer, every=4, fragments=1, delay=1, nic_bytes_per_second=None, elastic=True).close()
     assert len(looked) == 3  # where nothing may be looked at, nobody looks
     dist.barrier()
     dist.destroy_process_group()

@@ -469,13 +469,17 @@ def test_every_shard_is_exchanged_with_every_worker() -> None:
 
 
 def test_variables_for_gradients_do_not_vanish_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("GRADWIRE_FUSION", "4"), ("GRADWIRE_PROBE", "1"), ("GRADWIRE_COMPRESSOR", "int4")):
+    for name, value in (
+        ("GRADWIRE_FUSION", "4"),
+        ("GRADWIRE_NIC_BYTES_PER_SECOND", "measure"),
+        ("GRADWIRE_COMPRESSOR", "int4"),
+    ):
         monkeypatch.setenv(name, value)
-    assert idle_in(Config.from_env()) == ["fusion", "probe"]  # the compressor is of exchanges
-    assert idle_in(Config.from_env(probe=True), without={"probe"}) == ["fusion"]
-    assert idle_in(Config()) == idle_in(Config(probe=False)) == []
-    refuse_idle({"probe": False}, "there is no worker")
+    assert idle_in(Config.from_env()) == ["nic_bytes_per_second", "fusion"]  # the compressor is of exchanges
+    assert idle_in(Config.from_env(), without={"nic_bytes_per_second"}) == ["fusion"]
+    assert idle_in(Config()) == idle_in(Config(nic_bytes_per_second="assume")) == []
+    refuse_idle({"nic_bytes_per_second": 1e9}, "there is no worker")
     refuse_idle({"trace": "nvtx"}, "there is no worker")  # what is exchanged is marked, too
     assert idle_in(Config(trace="nvtx")) == [] and idle_in(Config(trace="steps.json")) == ["trace"]
-    with pytest.raises(ValueError, match="`probe` is True"):
-        refuse_idle({"probe": True}, "there is no worker")
+    with pytest.raises(ValueError, match="`nic_bytes_per_second` is 'measure'"):
+        refuse_idle({"nic_bytes_per_second": "measure"}, "there is no worker")

@@ -182,7 +182,7 @@ def run_with(rates: list[float], ranks: int, compressor: str | None, steps: int)
 
     def body(rank: int) -> list[Tensor]:
         config = Config(
-            hostname=f"node{rank // ranks}", timeout=timedelta(seconds=20), plan="hierarchical", chunks=2,
+            hostname=f"node{rank // ranks}", timeout=timedelta(seconds=20), plan={"name": "hierarchical", "chunks": 2},
             nic_bytes_per_second=rates[rank // ranks], compressor=compressor,
         )  # fmt: skip
         made = None if compressor is None else make_routed(compressor, {})

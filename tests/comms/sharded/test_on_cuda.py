@@ -297,7 +297,7 @@ INSIDE, ACROSS, ALL = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)
 
 
 @pytest.mark.parametrize(
-    ("options", "narrow"), [({}, True), ({"chunks": 2}, False), ({"compressor": "int8"}, True)], ids=str
+    ("options", "narrow"), [({}, True), ({"plan": {"chunks": 2}}, False), ({"compressor": "int8"}, True)], ids=str
 )
 def test_between_replicas(options: dict[str, Any], narrow: bool) -> None:
     results, running = trained("aabb", INSIDE, narrow=narrow, plan="hierarchical", **options)

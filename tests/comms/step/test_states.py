@@ -41,7 +41,7 @@ def test_a_base_class_has_only_what_its_subclasses_have() -> None:
     assert not any(hasattr(gradwire.Outer, name) for name in OF_GRADIENTS)
 
 
-ASKED = {"fusion": 25.0, "probe": True, "reduction": {"average": False}, "elastic": True}
+ASKED = {"fusion": 25.0, "reduction": {"average": False}, "elastic": True}
 
 
 def test_each_state_declares_its_options_and_refuses_the_others() -> None:
@@ -53,6 +53,8 @@ def test_each_state_declares_its_options_and_refuses_the_others() -> None:
     for name in every - set(FsdpState.OPTIONS):
         refused = unfit_option(gradwire.Config.from_env(**{name: ASKED[name]}))
         assert refused is not None and refused.startswith(f"`{name}` is ")
+    measured = unfit_option(gradwire.Config(nic_bytes_per_second="measure"))
+    assert measured is not None and measured.startswith("`nic_bytes_per_second` is 'measure'")
 
 
 def test_what_states_share_is_written_once() -> None:

@@ -86,8 +86,7 @@ def averages(
         model,
         compressor=compressor,
         compressor_options=dict(COMPRESSORS[compressor]),
-        plan="hierarchical",
-        chunks=chunks,
+        plan={"name": "hierarchical", "chunks": chunks},
     )
     model.register_comm_hook(state, gradwire.comm_hook)
     results = []
@@ -111,7 +110,7 @@ def sums(rank: int, kind: str) -> list[Tensor]:
     assert group is not None
     results = []
     for plan in ("flat", "hierarchical", "leader"):
-        config = Config(hostname=NODES[rank], plan=plan, chunks=3, timeout=timedelta(seconds=60))
+        config = Config(hostname=NODES[rank], plan={"name": plan, "chunks": 3}, timeout=timedelta(seconds=60))
         communicator = Communicator(store_of(group), rank, 4, device, config, name=plan)
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
             for numel in (1, 17, 40_000):

@@ -520,7 +520,7 @@ def test_what_buckets_need_is_connected_before_the_first(
 ) -> None:
     """Every rank blocks in each group until its members have come: an order with a circle would never end."""
     cluster = CLUSTERS[layout]
-    config = Config(plan=plan, chunks=2)
+    config = Config(plan={"name": plan, "chunks": 2})
     made = make(compressor) if compressor else None
     store = HashStore()
 
@@ -644,7 +644,7 @@ def test_on_cuda_exact_regions_are_equal_slices_and_aligned(layout: str) -> None
     even = len({len(node) for node in cluster.nodes}) == 1
     for numel in (1, 15, 16, 1000, 12_345, 6_553_600):
         for rank in range(cluster.size):
-            rank_plans = RankPlans(cluster, rank, "cuda", Config(plan="hierarchical", chunks=3), None)
+            rank_plans = RankPlans(cluster, rank, "cuda", Config(plan={"name": "hierarchical", "chunks": 3}), None)
             for chunk in rank_plans.plan_for(numel, torch.float16, None).chunks:
                 for part in chunk.parts:
                     for transfer in part.steps[0]:

@@ -66,7 +66,7 @@ def main(plan: str, chunks: str, dtype_name: str, steps: str, default: str | Non
     model = Parameters(dtype)
     parameters = list(model.parameters())
     node = os.environ["NODES"][rank]
-    state = HookState(model, plan=plan, chunks=int(chunks), hostname=node, timeout=timedelta(seconds=60))
+    state = HookState(model, plan={"name": plan, "chunks": int(chunks)}, hostname=node, timeout=timedelta(seconds=60))
     buffers = [torch.empty(numel, device="cuda", dtype=dtype) for numel in NUMELS]
     digest = hashlib.sha256()
     for step in range(int(steps)):
