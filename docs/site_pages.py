@@ -20,7 +20,6 @@ OPTIONS = {
     "gradwire.HookState": ":members:\n   :inherited-members: Generic",
     "gradwire.Outer": ":members:\n   :inherited-members: Generic",
     "gradwire.fsdp.FsdpState": ":members:\n   :inherited-members: Generic",
-    "gradwire.data.SpeedBatchSampler": ":members: set_epoch, shares, state_dict, load_state_dict",
 }
 """Classes of which not all is for users -> what is shown; else all members."""
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
-    from gradwire import accelerate, data, fsdp, lightning, transformers  # noqa: F401  # by their modules' names, not in __all__
+    from gradwire import accelerate, fsdp, lightning, transformers  # noqa: F401  # by their modules' names, not in __all__
     from gradwire.comms.attach import attach
     from gradwire.comms.bootstrap.mpi_launch import init_mpi_process_group
     from gradwire.comms.config import Config
@@ -105,7 +105,7 @@ def _name_the_sender(record: logging.LogRecord) -> bool:
 # All modules of gradwire log to this one logger.
 logging.getLogger("gradwire").addFilter(_name_the_sender)
 
-_ADAPTERS = ("accelerate", "data", "fsdp", "lightning", "transformers")
+_ADAPTERS = ("accelerate", "fsdp", "lightning", "transformers")
 """Modules that import what they are for, when they are first named: `gradwire.lightning.Callback`."""
 
 

@@ -42,10 +42,6 @@ def test_the_public_names_for_sharded_models_are_these() -> None:
     assert gradwire.fsdp.__all__ == ["FsdpState", "apply"]
 
 
-def test_the_public_names_for_data_are_these() -> None:
-    assert gradwire.data.__all__ == ["SpeedBatchSampler"]
-
-
 def test_importing_gradwire_alone_imports_no_torch_and_no_cupy() -> None:
     script = (
         "import sys, gradwire, gradwire.topology.readers.detect\n"

@@ -49,7 +49,6 @@ OFF = (
     "gradwire.comms.migration",
     "gradwire.comms.resume",
     "gradwire.comms.step.samples",
-    "gradwire.comms.step.sample_balancing",
     "gradwire.comms.run.sparse",
     "gradwire.comms.observe.recorder",
     "gradwire.compressors.stateful",
