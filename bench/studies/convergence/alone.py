@@ -105,24 +105,6 @@ def meet(requests: Sequence[Request]) -> None:
                 each.tensors[0].copy_(torch.cat([parts[node] for parts in sent]).view_as(each.tensors[0]))
 
 
-def reduce_together(compressors: Sequence[Compressor], flats: Sequence[Tensor], layout: Layout) -> None:
-    """All-reduces the nodes' gradients through their compressors, in place, and ends the compressors' step.
-
-    Args:
-        compressors: Compressor of each node.
-        flats: Gradient of each node, 1-d float32; replaced by the compressed sum.
-        layout: Shapes of the parameters in a gradient.
-    """
-    run_together(
-        [
-            compressor.all_reduce(flat, layout, Member(node, len(flats)))
-            for node, (compressor, flat) in enumerate(zip(compressors, flats, strict=True))
-        ]
-    )
-    for compressor in compressors:
-        compressor.end_step(True)
-
-
 def run_together(running: Sequence[Iterator[Request]]) -> float:
     """Runs the members' generators to their ends, each as far as its next collective in turn.
 
@@ -233,7 +215,10 @@ def train_alone(
         # The sum over the nodes, compressed or exact, becomes the model's gradient.
         if compressors:
             sent += sent_nbytes(compressors[0], layout, nodes, update)
-            reduce_together(compressors, flats, layout)
+            both = enumerate(zip(compressors, flats, strict=True))
+            run_together([each.all_reduce(flat, layout, Member(node, nodes)) for node, (each, flat) in both])
+            for one in compressors:
+                one.end_step(True)
         else:
             sent += 4 * numel
             for flat in flats[1:]:

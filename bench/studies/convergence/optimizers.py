@@ -20,11 +20,6 @@ Source: Jordan et al., Muon (2024): embeddings, last layer, biases and gains are
 """
 
 
-def is_muons(name: str, parameter: nn.Parameter) -> bool:
-    """Returns whether Muon trains a parameter: a matrix whose name begins with `INSIDE`."""
-    return name.startswith(INSIDE) and parameter.ndim == 2
-
-
 def optimizers_of(task: Task, model: nn.Module, kind: str, *, lr: float = 1.0) -> list[Optimizer]:
     """Returns the optimizers of a model, Muon first; each takes one step after each backward pass.
 
@@ -40,7 +35,7 @@ def optimizers_of(task: Task, model: nn.Module, kind: str, *, lr: float = 1.0) -
     if kind not in (MUON, task.facts.optimizer):
         raise ValueError(f"`kind` is {kind!r}; {task.facts.name} is trained with {task.facts.optimizer} or {MUON}")
     named = list(model.named_parameters())
-    matrices = [each for name, each in named if kind == MUON and is_muons(name, each)]
+    matrices = [each for name, each in named if kind == MUON and name.startswith(INSIDE) and each.ndim == 2]
     if kind == MUON and not matrices:
         raise ValueError(f"`kind` is {kind!r}, and {task.facts.name} has no matrix named {INSIDE}*")
     known = {id(each) for each in matrices}

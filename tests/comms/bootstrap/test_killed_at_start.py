@@ -1,43 +1,34 @@
-"""Ends ranks while communicators are made, and records the survivors' errors, their delay and what is left behind.
+"""Law: of a rank that is killed while groups are made nothing stays, and no other waits longer than its time-out.
 
-Feeds docs/results/elastic.md.
-
-    python -m gradwire.bench.studies.start_kills --rounds 40
-    python -m gradwire.bench.studies.start_kills --rounds 10 --how memory
-
-In each round four ranks, as processes of two logical nodes, make a communicator and go through a few all-reduces. One
-rank, any of them, ends at a moment drawn from the time that this takes: by SIGKILL, as the kernel's out-of-memory
-killer does it, or because it may take no more memory from then on (RLIMIT_AS). The store is served by a process of its
-own, as torchrun's is.
+Four ranks, as processes of two logical nodes, make a communicator and go through a few all-reduces. One of them ends by
+SIGKILL, as the kernel's out-of-memory killer does it, or because it may take no more memory from then on (RLIMIT_AS).
+The store is served by a process of its own, as torchrun's is.
 """
 
-import argparse
 import faulthandler
 import json
-import logging
 import multiprocessing
 import os
-import random
 import re
 import resource
 import signal
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 
-from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.shared.store import serve_store
 from gradwire.comms.bootstrap.compat import TCPStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 
 NODES = "aabb"
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=3)
 GRACE_SECONDS = 25.0
 """Seconds after the timeout from which on a rank counts as hanging: for a busy machine, and because survivors wait for
 the report of a stuck rank (`PATIENCE` of comms/bootstrap/failure_reporter.py)."""
@@ -138,7 +129,7 @@ def _rank(rank: int, port: int, victim: int, after_seconds: float, how: str, fol
     communicator = None
     try:
         config = Config(hostname=f"node-{NODES[rank]}", timeout=TIMEOUT)
-        communicator = Communicator(store, rank, len(NODES), torch.device("cpu"), config, name="study")
+        communicator = Communicator(store, rank, len(NODES), torch.device("cpu"), config, name="start")
         for _ in range(ALL_REDUCES):
             communicator.all_reduce(torch.ones(NUMEL)).wait()
     except Exception as raised:  # noqa: BLE001 - without memory it may be anything
@@ -203,42 +194,8 @@ def _left_since(before: set[str]) -> list[str]:
     return sorted(left)
 
 
-def main() -> None:
-    """Runs the rounds, and prints a summary and every round in which something hung, crashed or was left behind."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--how", choices=("kill", "memory"), default="kill")
-    parser.add_argument("--between", type=float, nargs=2, help="seconds after which it ends; else drawn from all")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    logging.getLogger("gradwire").setLevel(logging.CRITICAL)
-    print(machine_line(), f"load {os.getloadavg()[0]:.1f}", flush=True)
-    whole = one_round(-1, 1e6)
-    longest = max(each.seconds for each in whole.survivors)
-    draw, rounds = random.Random(given.seed), []
-    for number in range(given.rounds):
-        found = one_round(number % len(NODES), draw.uniform(*(given.between or (0.0, longest))), given.how)
-        rounds.append(found)
-        if (
-            found.left
-            or found.hanging
-            or found.crashed
-            or (found.naming < 3 and any(each.error for each in found.survivors))
-        ):
-            print(f"round {number}: {replace(found, traces={})}", flush=True)
-            for rank, trace in found.traces.items():
-                print(f"  rank {rank} was in:\n{trace}", flush=True)
-    broken = [each for each in rounds if any(survivor.error for survivor in each.survivors)]
-    seconds = [survivor.seconds for each in broken for survivor in each.survivors if survivor.error]
-    hung, left = sum(each.hanging for each in rounds), sum(len(each.left) for each in rounds)
-    crashed = sum(len(each.crashed) for each in rounds)
-    all_named, one_named = (sum(each.naming >= least for each in broken) for least in (3, 1))
-    print(
-        f"an undisturbed start takes {longest:.2f} s; {len(rounds)} rounds, in {len(broken)} survivors were hit: "
-        f"{all_named} times all three named the rank, {one_named} times at least one; latest error after "
-        f"{max(seconds, default=0.0):.1f} s; {hung} ranks hung, {crashed} crashed; {left} things stayed in /dev/shm"
-    )
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize(("victim", "how"), [(1, "kill"), (2, "memory")])
+def test_a_rank_that_ends_at_once_is_named_and_nothing_stays(victim: int, how: str) -> None:
+    found = one_round(victim, 0.0, how)
+    assert found.ended and found.hanging == 0 and found.left == [] and not found.crashed, found
+    assert found.naming == 3 or not any(each.error for each in found.survivors), found

@@ -1,1 +1,0 @@
-"""Studies of the cost of other exchanges between nodes, for docs/results/exchanges.md."""
