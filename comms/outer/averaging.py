@@ -1,4 +1,4 @@
-"""Averages pseudo-gradients over the ranks; see `FragmentAveraging`.
+"""Averages pseudo-gradients over the ranks of a session; see `FragmentAveraging`.
 
 It starts an exchange, waits for it, and in elastic training repeats it after a rank failure.
 
@@ -26,7 +26,7 @@ from gradwire.comms.outer.messages import MeetingMessages
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
-from gradwire.comms.step.listeners import Listeners
+from gradwire.comms.session import AveragingSession
 from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.residual import keep_until_read
 
@@ -151,27 +151,25 @@ class _Leaving:
 
 
 class FragmentAveraging:
-    """Averages pseudo-gradients over the ranks of a communicator, also after some of them have failed.
+    """Averages pseudo-gradients over the ranks of a session, also after some of them have failed.
 
     Args:
-        communicator: Ranks that hold the same parameters (of a sharded model: the same shards); closed by the caller.
-        compression: State of the communicator's compressor; None exchanges exactly.
-        agreement: Agreement of all ranks of the job; None if the communicator has all of them.
+        session: Ranks that hold the same parameters (of a sharded model: the same shards); closed by the caller.
+        agreement: Agreement of all ranks of the job; None if the session has all of them.
         alone: True if there is one worker: nothing is sent, and its own pseudo-gradient is the average.
 
     Attributes:
+        session: Present ranks, their compressor, and the listeners of the exchanges.
+        agreement: Agreement of all present ranks of the job.
+        alone: True if nothing is sent.
         messages: Counters that ranks publish for those that have taken other numbers of steps.
         nic_bytes: Bytes that have left the busiest node, by the plans; on one node, the busiest rank.
         waited_seconds: Seconds in which this rank has only waited for a result.
         resilient_ops: Repeats operations after a rank failure; None if a rank failure ends the job.
-        listeners: Listeners of the exchanges, which may want times; None if there are none.
     """
 
-    def __init__(
-        self, communicator: Communicator, compression: Compression | None, agreement: Agreement | None, alone: bool
-    ) -> None:
-        self.communicator = communicator
-        self.compression = compression
+    def __init__(self, session: AveragingSession, agreement: Agreement | None, alone: bool) -> None:
+        self.session, communicator = session, session.communicator
         self.agreement = agreement or agreement_of(
             communicator.plain_store,
             communicator.rank,
@@ -183,17 +181,26 @@ class FragmentAveraging:
         self.messages = MeetingMessages(communicator)
         self.nic_bytes, self.waited_seconds = LeavingBytes(), 0.0
         self.resilient_ops: ResilientOps | None = None
-        self.listeners: Listeners | None = None
         self._memory, self._leaving = _Memory(), _Leaving()
 
-    def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
+    @property
+    def communicator(self) -> Communicator:
+        """Communicator of the present ranks."""
+        return self.session.communicator
+
+    @property
+    def compression(self) -> "Compression | None":
+        """State of the communicator's compressor; None exchanges exactly."""
+        return self.session.compression
+
+    def reconnect(self, session: AveragingSession, agreement: Agreement) -> None:
         """Continues among the ranks that survive a rank failure, and renumbers the compressor's state for them.
 
         Args:
-            communicator: Communicator of the surviving ranks.
+            session: Session of the surviving ranks, with the compressor of the session before.
             agreement: Agreement of the same ranks.
         """
-        self.communicator, self.agreement = communicator, agreement
+        self.session, self.agreement, communicator = session, agreement, session.communicator
         self.messages.reconnect(communicator)
         self.alone = communicator.size == 1
         if self.compression is not None:
@@ -252,8 +259,7 @@ class FragmentAveraging:
         if self.alone:
             self._take_back(fragment, flat)
             return
-        timed = self.listeners is not None and self.listeners.wants_times
-        arrived = self.communicator.clock.now() if timed else None
+        arrived = self.communicator.clock.now() if self.session.listeners.wants_times else None
         pending.bucket = bucket = Bucket.of(flat, fragment.layout, arrived, pending.number)
         flush = self.compression is not None and self.compression.flushing
         all_reduce = AllReduce(
@@ -376,26 +382,11 @@ class FragmentAveraging:
         assert found is not None
         return found
 
-    def held(self) -> StateDict:
-        """Returns the compressor's state; empty without one."""
-        if self.compression is None:
-            return {}
-        held = self.compression.state_dict()
-        self.communicator.sync_current_stream()
-        return held
-
-    def load_held(self, held: StateDict) -> None:
-        """Restores a state that `held` has returned."""
-        if self.compression is not None:
-            with self.communicator.exclusive():
-                self.compression.load_state_dict(held)
-            self.communicator.state_loaded(alike=self.compression.alike)
-
     def try_on(self, held: StateDict) -> None:
         """Checks that the compressor can load a state; afterwards it has its own again.
 
         Args:
-            held: Result of `held`; empty without a compressor.
+            held: Result of the session's `state_dict`; empty without a compressor.
 
         Raises:
             ValueError: It cannot load the state.

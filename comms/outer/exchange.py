@@ -26,8 +26,6 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.boundary.messages import MessageType
-from gradwire.comms.communicator import Communicator
-from gradwire.comms.compression import Compression
 from gradwire.comms.elastic.resilient_ops import ResilientOps
 from gradwire.comms.outer.averaging import FragmentAveraging, Pending
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
@@ -69,12 +67,11 @@ class OuterExchange:
     """Exchanges the fragments of one model with the other workers, on one rank.
 
     Args:
-        communicator: Ranks that hold the same parameters (of a sharded model: the same shards); closed by the caller.
-        compression: State of the communicator's compressor; None exchanges exactly.
+        session: Ranks that hold the same parameters (of a sharded model: the same shards), whose listeners follow each
+            exchange as a step; closed by the caller.
         fragments: Fragments of the model, in the order of their turns.
         settings: Schedule of the exchanges and rates of the outer SGD.
-        session: Session of the communicator, whose listeners follow each exchange as a step; None if there is none.
-        agreement: Agreement of all ranks of the job; None if the communicator has all of them.
+        agreement: Agreement of all ranks of the job; None if the session has all of them.
         alone: True if there is one worker: nothing is sent, and its own pseudo-gradient is the average.
 
     Attributes:
@@ -89,18 +86,16 @@ class OuterExchange:
 
     def __init__(
         self,
-        communicator: Communicator,
-        compression: Compression | None,
+        session: AveragingSession,
         fragments: Sequence[Fragment],
         settings: OuterSettings,
-        session: AveragingSession | None = None,
         *,
         agreement: Agreement | None = None,
         alone: bool = False,
     ) -> None:
         self.settings = settings
         self.fragments = tuple(fragments)
-        self.averaging = FragmentAveraging(communicator, compression, agreement, alone)
+        self.averaging = FragmentAveraging(session, agreement, alone)
         self.steps = self.begun = self.done = self.skipped = 0
         self._pending: Pending | None = None
         self._halfway = False
@@ -108,14 +103,11 @@ class OuterExchange:
         """Checksum of the parameters that belong to a state that was loaded; None once it has been compared."""
         self._different = ""
         """Error text if the ranks' anchors were found to differ; empty otherwise."""
-        self._session: AveragingSession | None = None
-        if session is not None:
-            self.be_watched(session)
+        self._name_fragments()
 
-    def be_watched(self, session: AveragingSession) -> None:
-        """Reports exchanges to the listeners of a session, such as its stall watch; each exchange is a step to them."""
-        self._session, self.averaging.listeners = session, session.listeners
-        session.observer.contents.update(
+    def _name_fragments(self) -> None:
+        """Gives the session's observer the size and the parameters of each fragment, for its warnings."""
+        self.averaging.session.observer.contents.update(
             (number, (fragment.numel, fragment.names)) for number, fragment in enumerate(self.fragments)
         )
 
@@ -127,8 +119,7 @@ class OuterExchange:
             fragments: Fragments of the model.
         """
         self.settings, self.fragments = settings, tuple(fragments)
-        if self._session is not None:
-            self.be_watched(self._session)
+        self._name_fragments()
 
     def survive(self, resilient_ops: ResilientOps) -> None:
         """Makes exchanges survive rank failures: one in flight is started again among the surviving ranks.
@@ -139,14 +130,15 @@ class OuterExchange:
         self.averaging.resilient_ops = resilient_ops
         resilient_ops.has_begun = lambda: self._pending is not None and self._pending.finite is None
 
-    def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
+    def reconnect(self, session: AveragingSession, agreement: Agreement) -> None:
         """Continues among the surviving ranks.
 
         Args:
-            communicator: Communicator of the surviving ranks.
+            session: Session of the surviving ranks.
             agreement: Agreement of the same ranks.
         """
-        self.averaging.reconnect(communicator, agreement)
+        self.averaging.reconnect(session, agreement)
+        self._name_fragments()
         if self.averaging.alone:  # drops what an aborted attempt has staged; with other ranks the next attempt does
             self.averaging.decide(False, self.fragments)
 
@@ -259,7 +251,9 @@ class OuterExchange:
         if self.averaging.resilient_ops is not None and not self.averaging.alone:
             self.averaging.mean_of(self.fragments[0].anchor.new_zeros(1), self._announce)
         flats = [(each.anchor, each.momentum) for each in self.fragments]
-        saved = Saved(self.steps, self.begun, flats, self.averaging.held(), parameters_checksum(self.fragments))
+        saved = Saved(
+            self.steps, self.begun, flats, self.averaging.session.state_dict(), parameters_checksum(self.fragments)
+        )
         return written(saved, self.fragments, self.settings)
 
     @torch.no_grad()
@@ -296,7 +290,7 @@ class OuterExchange:
         # All ranks can load: from here on a failure leaves a part of the state, which `_halfway` records.
         self._agree_on(saved)
         self._halfway = True
-        self.averaging.load_held(saved.held)
+        self.averaging.session.load_state_dict(saved.held)
         self.steps, self.begun = saved.steps, saved.begun
         for fragment, (anchor, momentum) in zip(self.fragments, saved.flats, strict=True):
             fragment.anchor.copy_(anchor)
@@ -363,8 +357,8 @@ class OuterExchange:
         Args:
             delay: Number of steps after which its result takes effect; 0 applies it without further progress.
         """
-        if self._session is not None and not self.averaging.alone:
-            self._session.listeners.step_began(self.begun)
+        if not self.averaging.alone:
+            self.averaging.session.listeners.step_began(self.begun)
         number = self.begun % len(self.fragments)
         rounds = self.begun // len(self.fragments)
         compares = rounds > 0 and rounds % COMPARED_ROUNDS == 0
@@ -395,18 +389,15 @@ class OuterExchange:
             fragment.arrive(pending.flat, pending.sent, None if self.settings.warms_up(self.begun) else self.settings)
         self.done += bool(pending.finite)
         self.skipped += not pending.finite
-        if self._session is not None and not self.averaging.alone:
-            self._tell_ended(self._session, pending)
+        if not self.averaging.alone:
+            self._tell_ended(pending)
 
-    def _tell_ended(self, session: AveragingSession, pending: Pending) -> None:
+    def _tell_ended(self, pending: Pending) -> None:
         """Passes a finished exchange to the session's listeners, as a step that has ended.
 
         In elastic training the listeners send nothing to other ranks because of it.
-
-        Args:
-            session: Session of the communicator.
-            pending: The exchange.
         """
+        session = self.averaging.session
         buckets = [] if pending.bucket is None else [pending.bucket]
         together, steps = self.averaging.resilient_ops is None, self.steps
         report = lambda: session.report(steps)

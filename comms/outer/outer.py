@@ -224,11 +224,9 @@ class Outer(TrainingState[AveragingSession]):
             log.warning("Outer has one worker of %d ranks: nothing is exchanged", communicator.size)
             settings = replace(settings, every=given.get("every", max(ALONE_EVERY, settings.every)))
         self.exchange = OuterExchange(
-            communicator,
-            connection.compression,
+            connection,
             cut_into_fragments(trained, settings, nbytes),
             settings,
-            connection,
             agreement=agreement,
             alone=len(self._workers) == 1,
         )
@@ -307,8 +305,7 @@ class Outer(TrainingState[AveragingSession]):
         connection.watch_steps(previous)
         connection.observer.phase = "exchange"
         self._connection, communicator = connection, connection.communicator
-        self.exchange.be_watched(connection)
-        self.exchange.reconnect(communicator, self._council(communicator, failure_policy))
+        self.exchange.reconnect(connection, self._council(communicator, failure_policy))
         self._workers = workers_in(communicator.cluster, NONE)
         return communicator
 

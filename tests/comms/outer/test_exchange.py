@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from gradwire.comms import compression
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compression import Compression, is_finite
+from gradwire.comms.compression import is_finite
 from gradwire.comms.config import Config
 from gradwire.comms.outer import exchange as exchanges
 from gradwire.comms.outer.averaging import agreement_of
 from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, wire_nbytes_of
 from gradwire.comms.outer.saved import Saved, read, written
+from gradwire.comms.session import AveragingSession, SessionRanks
 from gradwire.compressors.compiled import native
 from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
@@ -29,6 +30,7 @@ Result = TypeVar("Result")
 CPU = torch.device("cpu")
 SHAPES = ((8, 6), (9,), (5, 7), (3,), (40, 4))
 VECTORS_TOO = ({"max_dim": 1, "compressor": "waterfill2"},)
+QUIET = {"straggler_every": 0, "stall_seconds": 0.0}
 AVERAGE = OuterSettings(every=3, fragments=1, delay=0, lr=1.0, momentum=0.0, nesterov=False)
 
 
@@ -55,6 +57,15 @@ def move(model: Model, rank: int, step: int) -> None:
             each += torch.randint(-4, 5, each.shape, generator=generator).to(each.dtype)
 
 
+def session_of(
+    store: Any, name: str, rank: int, size: int, config: Config, previous: AveragingSession | None = None
+) -> AveragingSession:
+    """A session of ranks as threads, which tells nobody anything."""
+    made = AveragingSession(SessionRanks(store, name, rank, size, None), CPU, config, {}, previous=previous)
+    made.watch_steps()
+    return made
+
+
 def on_ranks(
     nodes: str,
     body: Callable[[Communicator, Callable[..., OuterExchange]], Result],
@@ -70,24 +81,18 @@ def on_ranks(
     store = HashStore()
 
     def run(rank: int) -> Result:
-        common: dict[str, Any] = {"timeout": timedelta(seconds=20), "plan": "hierarchical", **options}
+        common: dict[str, Any] = {"timeout": timedelta(seconds=20), "plan": "hierarchical", **QUIET, **options}
         config = Config(hostname=nodes[rank], compressor=compressor, **common)
         number, own = next((at, each) for at, each in enumerate(groups or [range(len(nodes))]) if rank in each)
-        compression = (
-            None
-            if compressor is None
-            else Compression(compressor, config.compressor_options, config.rules, own.index(rank), len(own))
-        )
-        used = compression.compressor if compression else None
-        name = f"outer{number}"
-        communicator = Communicator(store, own.index(rank), len(own), CPU, config, name=name, compressor=used)
+        session = session_of(store, f"outer{number}", own.index(rank), len(own), config)
+        communicator = session.communicator
         agreement = agreement_of(store, rank, len(nodes), config.timeout) if groups else None
 
         def make(model: Model, **changes: Any) -> OuterExchange:
             named = list(model.named_parameters())
             wanted = replace(settings, **changes)
             parts = cut_into_fragments(named, wanted)
-            exchange = OuterExchange(communicator, compression, parts, wanted, agreement=agreement)
+            exchange = OuterExchange(session, parts, wanted, agreement=agreement)
             exchange.start_alike(list(model.all))
             return exchange
 
@@ -699,13 +704,13 @@ def test_the_last_unit_keeps_what_its_compressor_held_back() -> None:
         assert float(torch.cat(held).norm()) > 0
         unsent = flat(fragments) - torch.cat([each.anchor for each in fragments])
         sent = flat(learned) - flat(cut_into_fragments(list(Model(scale=40).named_parameters()), AVERAGE)) - unsent
-        alone = Communicator(store, 0, 1, CPU, communicator.config, name="alone", compressor=compressor)
+        alone = session_of(store, "alone", 0, 1, communicator.config, exchange.averaging.session)
         try:
             exchange.reconnect(alone, agreement_of(store, 0, 1, timedelta(seconds=20)))
             train(range(8, 13))
             exchange.synchronize()
         finally:
-            alone.close()
+            alone.communicator.close()
         assert exchange.averaging.compression.residual_norm() == 0
         return flat(fragments), flat(learned) - sent / 2
 

@@ -32,22 +32,23 @@ def train(
     Returns:
         Of each rank: all parameters, all anchors, and exchanges taken up.
     """
-    communicator_of = first_module("gradwire.comms.communicator").Communicator
+    session = first_module("gradwire.comms.session")
     config_of = first_module("gradwire.comms.config").Config
-    compression_of = first_module("gradwire.comms.compression").Compression
     exchange_of = first_module("gradwire.comms.outer.exchange").OuterExchange
     fragments = first_module("gradwire.comms.outer.fragments")
 
     def body(rank: int, device: torch.device, group: Any) -> tuple[list[Tensor], list[Tensor], int]:
-        config = config_of(hostname=nodes[rank], plan="hierarchical", compressor=compressor, timeout=TIMEOUT)
-        compression = compression_of(compressor, {}, (), rank, len(nodes)) if compressor else None
-        used = compression.compressor if compression else None
-        communicator = communicator_of(
-            group.store, rank, len(nodes), device, config, name="outer", compressor=used, group=group
-        )
+        config = config_of(
+            hostname=nodes[rank], plan="hierarchical", compressor=compressor, timeout=TIMEOUT, straggler_every=0,
+            stall_seconds=0.0,
+        )  # fmt: skip
+        ranks = session.SessionRanks(group.store, "outer", rank, len(nodes), group)
+        connected = session.AveragingSession(ranks, device, config, {})
+        connected.watch_steps()
+        communicator = connected.communicator
         rules = fragments.OuterSettings(**settings)
         named = [(name, nn.Parameter(torch.zeros(shape, device=device))) for name, shape in SHAPES.items()]
-        exchange = exchange_of(communicator, compression, fragments.cut_into_fragments(named, rules), rules)
+        exchange = exchange_of(connected, fragments.cut_into_fragments(named, rules), rules)
         exchange.start_alike([each.detach() for _, each in named])
         try:
             for step in range(steps):
