@@ -44,10 +44,10 @@ def wrap(
             "`ddp_options` has `bucket_cap_mb`; wanted it as `base_bucket_mb`, and `fusion` for what travels together"
         )
     if config is None:
-        fusion = options.get("fusion") or Config.from_env().fusion
-        if "fusion_mb" not in options and fusion == AUTO_FUSION:
+        fusion = options.get("fusion", Config.from_env().fusion)
+        if fusion == AUTO_FUSION:
             options["fusion"] = f"{AUTO_FUSION}:{FUSION_MB:g}"
-        elif not {"fusion", "fusion_mb"} & options.keys() and fusion == BUCKET:
+        elif fusion == BUCKET and "fusion" not in options:
             options["fusion"] = FUSION_MB
     config = Config.given(config, options)
     model = DistributedDataParallel(module, bucket_cap_mb=base_bucket_mb, **(ddp_options or {}))  # type: ignore[arg-type]
