@@ -51,8 +51,11 @@ from gradwire.topology.host_summary import Hardware
 if TYPE_CHECKING:  # each is loaded where it is asked for
     from gradwire.comms.bootstrap.liveness import LivenessRing
     from gradwire.comms.migration import StateLayouts
+    from gradwire.comms.run.stream_executor import StreamExecutor
     from gradwire.comms.streams import Clock
     from gradwire.comms.transport.nccl import NcclGroups
+
+    MakesKind = Callable[[], type[StreamExecutor]]
 
 SPARSE_PHASE = 20
 """First index of the steps of sparse sums in reports; larger than that of any phase of a plan."""
@@ -66,11 +69,13 @@ class FailurePolicy:
         reporter: Receives the failures that this communicator sees.
         polling: Wraps a store so that each wait for a key ends when a rank of the communicator fails.
         peer_infos: Hardware and settings of each rank, if they are known already; None lets the ranks exchange them.
+        on_cuda: Imports and returns the class of the executor on CUDA; None takes `StreamExecutor`.
     """
 
     reporter: FailureReporter
     polling: Callable[[Store], PollingStore]
     peer_infos: PeerInfos | None = None
+    on_cuda: "MakesKind | None" = None
 
 
 class Communicator:
@@ -181,9 +186,8 @@ class Communicator:
         )
         # On CUDA nothing may connect during a step. CPU groups that a session has not connected connect at first use.
         self._connected = device.type != "cuda"
-        self.executor = _executor(
-            device, f"gradwire {name}", self._groups, rank, cluster, compressor, reporter, config.timeout
-        )
+        on_cuda = None if failure_policy is None else failure_policy.on_cuda
+        self.executor = self._make_executor(f"gradwire {name}", cluster, on_cuda)
         self._ring = _ring(self.executor, store, rank, size, reporter) if failure_policy is None else None
         self._held = _state_layouts(compressor, loaded=False)
 
@@ -203,6 +207,28 @@ class Communicator:
         if self._kernels:
             own = replace(own, shared=own.shared | {"kernels": self._kernels})
         return replace(own, port=server.port, addresses=tuple(own_addresses(store_host)))
+
+    def _make_executor(self, name: str, cluster: Cluster, on_cuda: "MakesKind | None") -> Executor:
+        """Makes the executor of this device: streams on CUDA, lanes on a CPU. The only place that chooses one.
+
+        Args:
+            name: Name of its threads.
+            cluster: Placement of the ranks.
+            on_cuda: See `FailurePolicy`.
+        """
+        device, common = self.device, (self._groups, self.rank, cluster, self.compressor, self._reporter)
+        if device.type == "cuda":
+            from gradwire.comms.bootstrap.deadline import Deadline
+            from gradwire.comms.run.stream_executor import StreamExecutor
+            from gradwire.comms.streams import DeviceClock, SideStreams
+
+            # CPU transports have a time-out of their own.
+            streams, deadline = SideStreams(device), Deadline(self.config.timeout, device)
+            kind = StreamExecutor if on_cuda is None else on_cuda()
+            return kind(*common, streams, DeviceClock(device), deadline)
+        from gradwire.comms.run.lane_executor import LaneExecutor
+
+        return LaneExecutor(name, *common)
 
     @property
     def size(self) -> int:
@@ -650,40 +676,6 @@ def _leave(server: ProbeServer, start: str, rank: int) -> None:
     """
     server.unregister(start, rank)
     server.close()
-
-
-def _executor(
-    device: torch.device,
-    name: str,
-    groups: Groups,
-    rank: int,
-    cluster: Cluster,
-    compressor: Compressor | None,
-    reporter: FailureReporter,
-    timeout: timedelta,
-) -> Executor:
-    """Makes the executor of a device: streams on CUDA, lanes on a CPU. The only place that chooses one.
-
-    Args:
-        device: Device of the tensors.
-        name: Name of its threads.
-        groups: Transports of the ranks.
-        rank: This rank.
-        cluster: Placement of the ranks.
-        compressor: Compressor for one phase; None if all is exact.
-        reporter: Reports failures to the other ranks.
-        timeout: Time after which a collective fails; used on CUDA, since CPU transports have their own.
-    """
-    if device.type == "cuda":
-        from gradwire.comms.bootstrap.deadline import Deadline
-        from gradwire.comms.run.stream_executor import StreamExecutor
-        from gradwire.comms.streams import DeviceClock, SideStreams
-
-        streams, deadline = SideStreams(device), Deadline(timeout, device)
-        return StreamExecutor(groups, rank, cluster, compressor, reporter, streams, DeviceClock(device), deadline)
-    from gradwire.comms.run.lane_executor import LaneExecutor
-
-    return LaneExecutor(name, groups, rank, cluster, compressor, reporter)
 
 
 def _ring(

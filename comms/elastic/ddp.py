@@ -22,6 +22,7 @@ from gradwire.comms.bootstrap.placement import PeerInfo, cluster_of
 from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.config import Config
+from gradwire.comms.elastic.completed_steps import CompletedSteps
 from gradwire.comms.elastic.gradient_backup import GradientBackup, equalize_decoders
 from gradwire.comms.elastic.group import ElasticGroup
 from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key
@@ -41,7 +42,7 @@ from gradwire.comms.resume import COLUMNS, to_rows
 from gradwire.comms.run.all_reduces import Bucket, FutureTensor
 from gradwire.comms.session import GradientSession, SessionRanks
 from gradwire.comms.step.backward_tracker import BackwardTracker
-from gradwire.comms.step.listeners import MEMBERSHIP, RESIDUAL_NOTES, EndedStep, StepListener
+from gradwire.comms.step.listeners import COMPRESSED_STEPS, MEMBERSHIP, RESIDUAL_NOTES, EndedStep, StepListener
 from gradwire.compressors.base import traits_of
 
 log = logging.getLogger("gradwire")
@@ -371,9 +372,12 @@ class ElasticTraining(StepListener):
         self._leave_notes(self._session())
 
     def _leave_notes(self, session: GradientSession) -> None:
-        """Adds this object to the session's listeners, and with a compressor the one that publishes residual norms."""
+        """Adds this object to the session's listeners, and those that a compressor needs in elastic training."""
         session.listeners.add(MEMBERSHIP, self)
         if self.resilient_ops is not None and session.compression is not None:
+            steps = CompletedSteps(session, session.communicator, session.compression)
+            session.listeners.add(COMPRESSED_STEPS, steps)
+            session.communicator.executor.checking = False
             membership = self.resilient_ops.membership
             notes = ResidualNotes(membership, session.communicator, session.compression)
             session.listeners.add(RESIDUAL_NOTES, notes)

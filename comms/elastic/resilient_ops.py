@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ from gradwire.comms.elastic.membership import (
 from gradwire.comms.elastic.peer_info import packed, peer_infos
 from gradwire.comms.errors import PeerSystemError
 from gradwire.comms.run.all_reduces import FutureTensor
+
+if TYPE_CHECKING:  # loaded where it is asked for
+    from gradwire.comms.run.stream_executor import StreamExecutor
 
 log = logging.getLogger("gradwire")
 
@@ -167,7 +171,11 @@ def first_failure_policy(rank: int, size: int, timeout: timedelta) -> FailurePol
         timeout: Longest wait for a key in the store.
     """
     reporter = GenerationFailureReporter(rank, Failures())
-    return FailurePolicy(reporter, lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=size))
+    return FailurePolicy(
+        reporter,
+        lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=size),
+        on_cuda=_stream_executor,
+    )
 
 
 def first_membership(communicator: Communicator, prefix: str, timeout: timedelta, first: FailurePolicy) -> Membership:
@@ -210,7 +218,15 @@ def failure_policy_of(view: View, membership: Membership, timeout: timedelta) ->
         reporter,
         lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=view.size),
         peer_infos(view.members, membership.said),
+        _stream_executor,
     )
+
+
+def _stream_executor() -> "type[StreamExecutor]":
+    """Returns the class of the executor on CUDA."""
+    from gradwire.comms.elastic.stream_executor import ResilientStreamExecutor  # here: CPU jobs need no streams
+
+    return ResilientStreamExecutor
 
 
 class ResilientOps:
