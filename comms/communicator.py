@@ -29,6 +29,7 @@ from gradwire.comms.bootstrap.compat import (
     timeout_of,
 )
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter, StoreFailureReporter
+from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.placement import PeerInfo, cluster_of
 from gradwire.comms.bootstrap.probe import FindExited, PeerTable, PeerWait, ProbeServer
 from gradwire.comms.bootstrap.rendezvous import PeerInfos, exchange
@@ -59,6 +60,9 @@ if TYPE_CHECKING:  # each is loaded where it is asked for
 
 SPARSE_PHASE = 20
 """First index of the steps of sparse sums in reports; larger than that of any phase of a plan."""
+
+_of_parent: "list[Communicator]" = []
+"""In a forked child, the communicators of its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,7 @@ class Communicator:
         self.executor = self._make_executor(f"gradwire {name}", cluster, on_cuda)
         self._ring = _ring(self.executor, store, rank, size, reporter) if failure_policy is None else None
         self._held = _state_layouts(compressor, loaded=False)
+        leave_to_parent(self)
 
     def _peer_info(self, server: ProbeServer, store_host: str | None, size: int) -> PeerInfo:
         """Returns what this rank tells the others: hardware, settings that must be equal, and its probe address.
@@ -529,12 +534,18 @@ class Communicator:
         self._groups.abort(reason)
         self._groups.disconnect()
 
+    def leave_to_parent(self) -> None:
+        """Keeps a forked child's copy to the end: destructors of gloo would wait for threads that the parent has."""
+        _of_parent.append(self)
+
     def close(self, seconds: float | None = None) -> None:
-        """Ends the executor, and releases shared memory and connections.
+        """Ends the executor, and releases shared memory and connections; does nothing in a forked child.
 
         Args:
             seconds: Longest wait for all-reduces in flight; see `Executor.close`.
         """
+        if self in _of_parent:
+            return
         orderly = self.executor.close(seconds)
         self._leave()
         if self._ring is not None:

@@ -1,9 +1,12 @@
 """Law: a fork of a rank, a DataLoader's worker say, holds nothing open that tells others of the rank's end."""
 
+import gc
 import os
 import stat
+import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -64,3 +67,34 @@ def test_a_fork_has_none_of_its_parents_connections(processes: Processes) -> Non
 
 def test_a_fork_has_none_of_its_parents_connections_inside_a_node(processes: Processes) -> None:
     assert processes(2, fork, 1, nodes=["a", "a"]) == [[], []]
+
+
+def drop_in_child(rank: int, elastic: bool) -> int:
+    """How a fork ends that collects its copy of a model, as a DataLoader's worker collects one dropped before it."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    state = gradwire.HookState(model, elastic=elastic, plan="flat", compressor="int8")
+    model.register_comm_hook(state, gradwire.comm_hook)
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+    child = os.fork()
+    if not child:
+        del model, state
+        gc.collect()
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+        time.sleep(0.01)
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+    dist.barrier()
+    state.close()
+    return ended[1]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("nodes", ["ab", "aa"])
+def test_a_fork_may_collect_what_its_parent_uses(processes: Processes, nodes: str, elastic: bool) -> None:
+    assert processes(2, drop_in_child, elastic, nodes=list(nodes)) == [0, 0]
