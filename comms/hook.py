@@ -220,7 +220,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             raise RuntimeError(CAPTURED)
         if begins and self.steps == 0:
             self._check_group(bucket)
-        connection = self._connection or self._connect(flat.device)
+        connection = self._connect(flat.device)
         if begins:
             self._begin_step(connection)
         # Reduce the bucket, inside a range of the profiler if one is recorded.
@@ -316,6 +316,9 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
         Args:
             device: Device of the gradients.
+
+        Raises:
+            ValueError: That state does not fit. Later calls raise it again, so that no step runs without the state.
         """
         if self._connection is None:
             if not dist.is_initialized():
@@ -330,8 +333,8 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
                 from gradwire.comms.step import optimizer_guard
 
                 optimizer_guard.guard(self)
-            if self._pending is not None:
-                self._restore(self._pending)
+        if self._pending is not None:
+            self._restore(self._pending)
         return self._connection
 
     def _connect_ranks(self, group: dist.ProcessGroup, device: torch.device) -> GradientSession:

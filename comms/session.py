@@ -462,7 +462,8 @@ class TrainingState(Generic[S]):
         self._group: dist.ProcessGroup | None = None
         self._connection: S | None = None
         self._pending: Checkpoint | None = None
-        """Checkpoint that was loaded before the ranks have connected; None if there is none, or it was restored."""
+        """Checkpoint that was loaded before the ranks have connected; None if there is none, or it was restored. One
+        that was refused then stays, so that no step runs without it."""
         self._loaded = False
         """True once a checkpoint was loaded."""
 
@@ -533,7 +534,7 @@ class TrainingState(Generic[S]):
         """
         if not self._keeps:
             return {}
-        if self._connection is None and self._pending is not None:
+        if self._pending is not None:
             return dict(self._pending)
         from gradwire.comms.checkpoint import pack  # here: an exact hook has nothing to save
 
@@ -570,7 +571,8 @@ class TrainingState(Generic[S]):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores what `state_dict` returned on this rank, or `gathered_state_dict`; training continues bit for bit.
 
-        Before the state has a model or has seen a bucket, `state` is kept until then, and checked then. On other ranks
+        Before the state has a model or has seen a bucket, `state` is kept until then, and checked then. If it is
+        refused, every step raises the same error until a state that fits is loaded. On other ranks
         (another world size, another mesh) a state is taken only if it was flushed before it was saved (`flush()`, one
         step, save); momenta and warm-start factors then build up again.
 
@@ -627,10 +629,10 @@ class TrainingState(Generic[S]):
             return
         from gradwire.comms.checkpoint import unpack  # here: an exact hook has nothing to restore
 
-        self._pending = None
         own = unpack(found, self._connection.communicator.rank, self._connection.communicator.size)
         if own is not None:
             self._connection.load_state_dict(own)
+        self._pending = None
 
     def _connected(self, call: str) -> S:
         """Returns the session, or raises a RuntimeError that names the user's call if the ranks have not connected."""
