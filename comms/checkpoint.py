@@ -14,6 +14,7 @@ would go on without them, and nothing would show it.
 import io
 import json
 import logging
+import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -127,6 +128,7 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
     if all(PREFIX + key in saved for key in ("size", "rank", "dirty", "loss_scale", "transfers")):
         state = [(key, value) for key, value in saved.items() if isinstance(value, Tensor | int | float | str)]
         numbers = dict(state)
+        refuse_other_kinds(numbers, {PREFIX + key: int for key in ("rank", "size", "dirty")})
         rank, size, dirty = (int(numbers[PREFIX + key]) for key in ("rank", "size", "dirty"))
         return {JOB: (("size", size), ("dirty", dirty)), rank_key(rank): tuple(state)}
     # Check the job's entry.
@@ -135,7 +137,7 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
     if not all(isinstance(job.get(key), int) for key in ("size", "dirty")):
         raise ValueError(NOT_OURS)
     number = job.get("format", 1)
-    if not isinstance(number, int) or number > FORMAT:
+    if not isinstance(number, int) or not 1 <= number <= FORMAT:
         raise ValueError(
             f"`state` is of format {number!r}, this gradwire reads up to {FORMAT}: use the one that saved it"
         )
@@ -188,6 +190,24 @@ def refuse_other_kinds(state: Mapping[str, StateValue], kinds: Mapping[str, type
             raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
                 f"`state[{key!r}]` is {found!r}, which no saved state holds: the checkpoint is corrupt; {INSTEAD}"
             )
+
+
+def refuse_odd_numbers(state: Mapping[str, StateValue]) -> None:
+    """Refuses a rank's state with a number that no state is saved with: NaN, an infinity, or more than 64 bits.
+
+    Args:
+        state: State dict of one rank; its tensors and texts are not looked at.
+
+    Raises:
+        ValueError: It holds such a number; the message names its key.
+    """
+    for key, value in state.items():
+        if not isinstance(value, int | float):
+            continue
+        nbits = value.bit_length() if isinstance(value, int) else 0
+        if nbits > 63 or not math.isfinite(value):
+            odd = f"a whole number of {nbits} bits" if nbits > 63 else str(value)
+            raise ValueError(f"`state[{key!r}]` is {odd}, which no saved state holds: it is damaged; {INSTEAD}")
 
 
 def without_job(saved: Checkpoint) -> list[StateDict]:
@@ -299,7 +319,8 @@ def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
         was flushed, or was saved before the first bucket.
 
     Raises:
-        ValueError: `saved` holds residuals of another number of ranks, or lacks this rank's part.
+        ValueError: `saved` holds residuals of another number of ranks, or lacks this rank's part, or that holds a
+            number that is not finite or has more than 64 bits.
     """
     job = dict(saved[JOB])
     if job["size"] != size:
@@ -321,6 +342,7 @@ def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
         )
     own = dict(saved[rank_key(rank)])
     own.pop(ENTRIES, None)
+    refuse_odd_numbers(own)
     return own or None
 
 

@@ -12,7 +12,7 @@ from types import UnionType
 import torch
 from torch import Tensor
 
-from gradwire.comms.checkpoint import INSTEAD, PREFIX, refuse_other_kinds
+from gradwire.comms.checkpoint import INSTEAD, PREFIX, refuse_odd_numbers, refuse_other_kinds
 from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.resume import COLUMNS, to_rows
 from gradwire.comms.run.all_reduces import Bucket
@@ -106,7 +106,11 @@ class Compression:
         Args:
             progress: Result of `progress` on another rank, which has counters and no residuals, or a whole state of
                 this rank.
+
+        Raises:
+            ValueError: It holds a number that no state is saved with; nothing was changed.
         """
+        refuse_odd_numbers(progress)
         own = {key: value for key, value in progress.items() if not key.startswith(PREFIX)}
         self.compressor.load_state_dict(own)
         self.loss_scale.value = float(progress[PREFIX + "loss_scale"])
@@ -257,23 +261,16 @@ class Compression:
 
 
 def refuse_not_finite(state: Mapping[str, StateValue]) -> None:
-    """Refuses a saved state that holds numbers which would make every later gradient NaN.
-
-    These are tensors with a NaN or an infinity, and floats that are NaN. A float that is infinite passes.
+    """Refuses a saved state with a tensor that holds a NaN or an infinity, which would make every later gradient NaN.
 
     Args:
         state: Saved state of one rank.
 
     Raises:
-        ValueError: An entry is such a tensor or float; the message names it.
+        ValueError: It holds such a tensor; the message names it.
     """
     for name, value in state.items():
-        odd = (
-            value.is_floating_point() and not is_finite(value)
-            if isinstance(value, Tensor)
-            else isinstance(value, float) and math.isnan(value)
-        )
-        if odd:
+        if isinstance(value, Tensor) and value.is_floating_point() and not is_finite(value):
             raise ValueError(
                 f"`state` holds a NaN or an infinity in {name!r}: it was damaged, or saved by a training that had "
                 "failed already; load an earlier one"

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from gradwire.bench.doctor.arrival import KEY
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
-from gradwire.comms.boundary.messages import MessageError, MessageType, inflated, parsed
+from gradwire.comms.boundary.messages import COUNT, MessageError, MessageType, inflated, parsed
 
 MOST_NBYTES = 1 << 26
 """Upper limit of one message, in bytes."""
@@ -169,11 +169,11 @@ class Control:
             RuntimeError: It did not come in time, is too long, or cannot be parsed.
         """
         self._store.wait([f"{key}/pieces"], timeout)
-        count = int(self._store.get(f"{key}/pieces"))
-        if not 0 <= count <= MOST_NBYTES // PIECE_NBYTES:
-            raise RuntimeError(f"a rank says {count} pieces; wanted at most {MOST_NBYTES // PIECE_NBYTES}")
-        packed = b"".join(self._store.get(f"{key}/{place}") for place in range(count))
         try:
+            count = COUNT.read(self._store.get(f"{key}/pieces"))
+            if count > MOST_NBYTES // PIECE_NBYTES:
+                raise MessageError(f"{count} pieces; wanted at most {MOST_NBYTES // PIECE_NBYTES}")
+            packed = b"".join(self._store.get(f"{key}/{place}") for place in range(count))
             return parsed(inflated(packed, MOST_NBYTES), most_nbytes=MOST_NBYTES, finite=False)
         except MessageError as error:
             raise RuntimeError(f"a rank says what cannot be read: {error}") from None

@@ -115,9 +115,16 @@ class Heartbeat:
                 raise failure_error(reason, SILENT, rank)
 
     def send_if_failed(self) -> None:
-        """Send a heartbeat from the ring's thread if the heartbeat thread has failed."""
-        if self._failed:
+        """Send a heartbeat from the ring's thread if the heartbeat thread has failed.
+
+        Raises nothing: an error would end the ring, which also works without heartbeats of this rank.
+        """
+        if not self._failed:
+            return
+        try:
             self._send()
+        except Exception as error:  # noqa: BLE001 - whatever it is; the next poll tries again
+            log.warning("heartbeats cannot be sent; after %g s neighbours may report a stop: %r", FROZEN_SECONDS, error)
 
     def _fail(self, error: BaseException) -> None:
         self._failed = True
@@ -203,7 +210,7 @@ class LivenessRing:
             f"gradwire liveness {rank}",
             self._run,
             without="ranks that are lost show by time-outs alone",
-            on_failure=lambda error: self._connections.close(),
+            on_failure=self._fail,
             end=self._connections.wake,
         )
         self.thread.start()
@@ -227,7 +234,7 @@ class LivenessRing:
 
     def leave_to_parent(self) -> None:
         """Close a forked child's copies: else no peer would see the end of the parent while the child lives."""
-        self._connections.close()
+        self._connections.close_in_child()
 
     def poll_closed(self) -> None:
         """Add ranks whose connections have ended to `closed`, without waiting for any.
@@ -258,6 +265,12 @@ class LivenessRing:
                 if peer.known and peer.rank not in self._records.left:
                     self.closed.add(_sure(peer.rank))
 
+    def _fail(self, error: BaseException) -> None:
+        """Ends the heartbeats and closes all connections, if the ring's thread has not come far enough to do so."""
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+        self._connections.close()
+
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             self._connections.selector = selector
@@ -281,8 +294,7 @@ class LivenessRing:
             finally:
                 if self._heartbeat is not None:
                     self._heartbeat.end()
-                with self._connections.send_lock:
-                    self._connections.close()
+                self._connections.close()
 
     def _listen(self, selector: selectors.BaseSelector, seconds: float) -> None:
         """Handle what has arrived, waiting for it at most `seconds`.

@@ -27,7 +27,7 @@ from gradwire.comms.bootstrap.kernel import ENDED, UNKNOWN
 from gradwire.comms.bootstrap.pending_connections import accept
 from gradwire.comms.bootstrap.probe import PeerAddress
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.boundary.messages import Addresses, Count, Kernel, MessageError, MessageType, Most, Port
+from gradwire.comms.boundary.messages import COUNT, Addresses, Kernel, MessageError, MessageType, Most, Port
 from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, new_nonce, proof_of
 
 log = logging.getLogger("gradwire")
@@ -75,7 +75,6 @@ _RECORD: MessageType[tuple[int, tuple[str, ...], str, str]] = MessageType(
     tuple[Port, Addresses, Kernel, Annotated[str, Most(64)]]
 )
 """A rank's record in the store: port, addresses, kernel, and the secret of its ring in hexadecimal digits."""
-_LAUNCHES: MessageType[int] = MessageType(Count)
 
 
 def rank_state(store: Store, rank: int) -> str:
@@ -165,7 +164,7 @@ class MemberRecords:
         """
         if not self._store.check([f"left/{rank}"]):
             return False
-        self.left[rank] = _LAUNCHES.read(self._store.get(f"left/{rank}"))
+        self.left[rank] = COUNT.read(self._store.get(f"left/{rank}"))
         return True
 
     def state_of(self, rank: int) -> str:
@@ -263,7 +262,12 @@ class RingConnections:
         self._waker.close()
 
     def close(self) -> None:
-        """Close all sockets; the caller holds `send_lock`, except in a forked child."""
+        """Close all sockets."""
+        with self.send_lock:
+            self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Close all sockets in a forked child, without the lock: the parent may have held it, and no thread sends."""
         for each in (*self.peers, self.listener, self._woken, self._waker):
             each.close()
 

@@ -449,3 +449,7 @@ def _fields(kind: Any, finite: bool) -> _Check:
             raise MessageError(f"a message is not as expected: {place} is refused: {error}") from None
 
     return made
+
+
+COUNT: MessageType[int] = MessageType(Count)
+"""A message that is one number from 0 on."""

@@ -2,7 +2,7 @@
 
 import json
 
-from gradwire.comms.boundary.messages import Count, MessageType
+from gradwire.comms.boundary.messages import Count, MessageError, MessageType
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.elastic.membership import Membership
@@ -41,6 +41,9 @@ def norm_in_words(note: str | None) -> str:
     """Returns a clause for a log message that says how large the lost residuals of a failed rank were.
 
     Args:
-        note: The note of a failed rank; None if it published none.
+        note: The note of a failed rank; None if it published none. One that is malformed tells nothing either.
     """
-    return "its norm is unknown" if note is None else "its norm was {1:.3g} after step {0}".format(*_NOTE.read(note))
+    try:
+        return "its norm was {1:.3g} after step {0}".format(*_NOTE.read(note or ""))
+    except MessageError:
+        return "its norm is unknown"

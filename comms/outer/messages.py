@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.boundary.messages import COUNT
 from gradwire.comms.communicator import Communicator
 
 
@@ -95,5 +96,7 @@ class MeetingMessages:
 
     def _counts(self, place: str, ranks: Sequence[int]) -> dict[int, int]:
         return {
-            rank: int(self._store.read(f"{place}/{rank}")) for rank in ranks if self._store.check([f"{place}/{rank}"])
+            rank: COUNT.read(self._store.read(f"{place}/{rank}"))
+            for rank in ranks
+            if self._store.check([f"{place}/{rank}"])
         }

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, clone_of
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.boundary.messages import MessageError, MessageType, Rank
+from gradwire.comms.boundary.messages import COUNT, MessageError, MessageType, Rank
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
 from gradwire.comms.watch.rank import RankStatus
 
@@ -144,7 +144,7 @@ class WatchStore:
 
     def is_concluded(self, request: int) -> bool:
         """Returns whether the responses to a request have been compared."""
-        return self._store.check([CONCLUDED]) and int(self._store.read(CONCLUDED)) >= request
+        return self._store.check([CONCLUDED]) and COUNT.read(self._store.read(CONCLUDED)) >= request
 
     def _put(self, kind: str, found: object) -> None:
         self._store.set(f"{kind}/{self.rank}", json.dumps(found))

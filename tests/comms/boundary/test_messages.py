@@ -9,8 +9,9 @@ import tracemalloc
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Literal
 
 import pytest
@@ -22,6 +23,7 @@ from gradwire.comms.bootstrap.failures import FAILED, PeerFailure
 from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.bootstrap.rendezvous import PeerInfos
 from gradwire.comms.boundary.messages import (
+    COUNT,
     MOST_DEPTH,
     MessageError,
     MessageType,
@@ -226,7 +228,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         probe.PeerAddress(4000, ("10.0.0.1", "fe80::1"), "kernel").packed().encode(),
     ),
     "a ring's place": (ring_connections._RECORD.read, json.dumps([4000, ["10.0.0.1"], "kernel", "ab" * 16]).encode()),
-    "launches of a rank that has left": (ring_connections._LAUNCHES.read, b"17"),
+    "launches of a rank that has left": (COUNT.read, b"17"),
     "a survivor's report": (
         failure_reporter._REPORT.read,
         json.dumps(
@@ -349,6 +351,42 @@ def test_mutated_messages_are_values_or_one_error(name: str) -> None:
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_hundred_thousand_mutated_messages(name: str) -> None:
     hold(name, 100_000)
+
+
+NOT_FINITE = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999")
+TOO_LONG = ("9" * 30, "-" + "9" * 30, "9" * 5000)
+TOO_LARGE = (str(1 << 64), str(-(1 << 63) - 1))
+OF_ANY_VALUE = {"a decision", "what comes before a state"}
+"""Parsers of a part that its reader checks."""
+TAKE_INFINITY = {"a decision", "a note of residuals"}
+"""Parsers of numbers that may be infinite; see `test_structure.py`."""
+
+
+def with_numbers(
+    value: object, put: Callable[[object], None]
+) -> Iterator[tuple[int | float, Callable[[object], None]]]:
+    """Yields each number in a parsed message, with a function that puts something else in its place."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield value, put
+    if isinstance(value, dict | list):
+        for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            yield from with_numbers(each, partial(value.__setitem__, key))
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_number_is_taken_that_is_not_finite_or_too_large(name: str) -> None:
+    read, good = PARSERS[name]
+    try:
+        value = [json.loads(good)]
+    except ValueError:
+        pytest.skip("no JSON")
+    for number, put in with_numbers(value, lambda other: None):
+        tokens = [*TOO_LONG, *(TOO_LARGE if isinstance(number, int) and name not in OF_ANY_VALUE else ())]
+        for token in tokens if name in TAKE_INFINITY else (*NOT_FINITE, *tokens):
+            put("the number")
+            with pytest.raises(MessageError):
+                read(json.dumps(value[0]).replace('"the number"', token).encode())
+        put(number)
 
 
 def test_the_numbers_that_ended_a_probe_server_are_refused() -> None:
