@@ -3,34 +3,54 @@
 An exception is planted in each call that a thread makes, one after the other.
 """
 
+import ast
 import queue
+import selectors
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gradwire.bench.doctor import arrival
 from gradwire.bench.doctor import network as doctor_network
+from gradwire.bench.doctor.split import StepSplit
+from gradwire.comms import communicator as communicators
 from gradwire.comms.backend.node_collectives import NodeCollectives
-from gradwire.comms.bootstrap import probe
+from gradwire.comms.bootstrap import liveness, probe
 from gradwire.comms.bootstrap import store as stores
+from gradwire.comms.bootstrap.addresses import _LookUps
 from gradwire.comms.bootstrap.compat import HashStore, TCPStore
+from gradwire.comms.bootstrap.failures import Failures
 from gradwire.comms.bootstrap.kernel import LISTENS, listener_state, own_kernel
+from gradwire.comms.bootstrap.liveness import Heartbeat, LivenessRing
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.probe import SILENT, PeerAddress, PeerTable, ProbeServer
+from gradwire.comms.bootstrap.ring_connections import Dialer, MemberRecords, RingConnections
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.config import Config
 from gradwire.comms.elastic import joining
 from gradwire.comms.elastic.joining import Requests
 from gradwire.comms.errors import PeerError
+from gradwire.comms.lanes import Lanes
 from gradwire.comms.observe import stall
 from gradwire.comms.observe.metrics import Metrics
 from gradwire.comms.observe.stall import StallWatch, WatchedJob
+from gradwire.comms.run.lane_executor import LaneExecutor
+from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.watch.names import WatchedModels
+from support.nccl import FakeNcclWorld
+from support.threads import run_ranks
 
+ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 20.0
 PLANTED = MemoryError("planted")
 
@@ -250,6 +270,189 @@ def test_a_doctor_that_cannot_answer_closes_its_port(monkeypatch: pytest.MonkeyP
     failed = listener._tcp if call == "_accept" else listener._udp
     assert failed.fileno() == -1
     listener.close()
+
+
+@pytest.mark.parametrize("call", ["_run", "_serve", "_step", "set_flush_denormal"])
+def test_what_waits_for_a_lane_is_told(monkeypatch: pytest.MonkeyPatch, ended: Any, call: str) -> None:
+    where = torch if call == "set_flush_denormal" else Lanes if call == "_run" else LaneExecutor
+    monkeypatch.setattr(where, "serve" if call == "_run" else call, fails)
+    store = HashStore()
+
+    def body(rank: int) -> str:
+        config = Config(hostname="ab"[rank])
+        communicator = communicators.Communicator(store, rank, 2, torch.device("cpu"), config, name="lanes")
+        with pytest.raises(RuntimeError) as found:
+            communicator.all_reduce(torch.ones(4)).wait()
+        with pytest.raises(RuntimeError):
+            communicator.all_reduce(torch.ones(4)).wait()
+        communicator.close()
+        return str(found.value)
+
+    assert all("planted" in said for said in run_ranks(2, body))
+    ended.get(timeout=SECONDS)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for a thread's deed; how long it takes decides nothing."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("call", ["_run", "_send once", "_send"])
+def test_heartbeats_go_on_from_the_thread_of_the_ring_and_end_no_ring(
+    monkeypatch: pytest.MonkeyPatch, ended: Any, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    monkeypatch.setattr(liveness, "poll_seconds", lambda size: 0.02)
+    calls: list[object] = []
+
+    def fails_at_first(heartbeat: Any, *, send: Any = Heartbeat._send) -> None:
+        calls.append(heartbeat)
+        if call == "_send" or len(calls) <= 2:  # in the thread of each rank
+            raise PLANTED
+        send(heartbeat)
+
+    if call == "_run":
+        monkeypatch.setattr(Heartbeat, "_run", fails)
+    else:
+        monkeypatch.setattr(Heartbeat, "_send", fails_at_first)
+    store, lost = PollingStore(HashStore(), timedelta(seconds=SECONDS)), list[Exception]()
+    rings = [LivenessRing(store, rank, 2, Failures(), lost.append, waited=lambda: 0.0) for rank in range(2)]
+    for _ in rings:
+        ended.get(timeout=SECONDS)
+    if call == "_send":
+        until(lambda: caplog.text.count("heartbeats cannot be sent") > 4)
+    else:
+        connected = time.monotonic()
+        until(
+            lambda: all(
+                sum(peer.known and peer.last > connected for peer in list(ring._connections.peers.values())) == 2
+                for ring in rings
+            )
+        )
+    assert not lost and all(ring.thread.is_alive() for ring in rings)
+    for ring in rings:
+        ring.close()
+    assert not lost
+
+
+@pytest.mark.parametrize("call", ["DefaultSelector", "listen", "publish", "advance", "_poll"])
+def test_a_ring_that_fails_closes_its_connections(monkeypatch: pytest.MonkeyPatch, ended: Any, call: str) -> None:
+    owner = {"DefaultSelector": selectors, "listen": RingConnections, "_poll": LivenessRing, "advance": Dialer}
+    monkeypatch.setattr(owner.get(call, MemberRecords), call, fails)
+    told: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    ring = LivenessRing(store, 0, 2, Failures(), told.put, waited=lambda: 0.0)
+    if call in ("DefaultSelector", "listen"):
+        ended.get(timeout=SECONDS)
+    else:  # this rank's callers hear of it, and so do the other ranks
+        assert "planted" in str(told.get(timeout=SECONDS))
+    ring.thread.join(SECONDS)
+    assert ring._connections.listener.fileno() == -1
+    assert ring._heartbeat is not None and ring._heartbeat._ended.is_set()
+    ring.close()
+
+
+def test_a_communicator_of_nccl_that_cannot_be_aborted_is_left(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
+    (backend,) = FakeNcclWorld(1).backends()
+    monkeypatch.setattr(backend, "abort", fails)
+    transport = NcclTransport(backend, 0, 1)
+    transport.abort("a rank is lost")
+    ended.get(timeout=SECONDS)
+    with pytest.raises(PeerError, match="a rank is lost"):
+        transport.all_reduce(torch.ones(1))
+    assert not transport.is_done()
+    transport.close(SECONDS)
+
+
+def test_nccl_that_cannot_connect_is_raised_where_it_is_waited_for(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
+    (backend,) = FakeNcclWorld(1).backends()
+    transport = NcclTransport(backend, 0, 1)
+    monkeypatch.setattr(transport, "_connect", fails)
+    with pytest.raises(MemoryError, match="planted"):
+        transport.connect(torch.device("cpu"), timedelta(seconds=SECONDS))
+
+
+def test_a_name_that_cannot_be_looked_up_has_no_address(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
+    monkeypatch.setattr(_LookUps, "_look_up", fails)
+    assert _LookUps().find("host", SECONDS) == []
+    ended.get(timeout=SECONDS)
+
+
+def test_a_doctor_whose_start_is_not_told_goes_on(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
+    monkeypatch.setattr(arrival.StartNotice, "_run", fails)
+    notice = arrival.StartNotice("127.0.0.1", 1, 0)
+    ended.get(timeout=SECONDS)
+    assert notice._done.is_set()
+    notice.end()
+
+
+def test_a_doctor_that_cannot_look_at_steps_writes_nothing_of_them(
+    monkeypatch: pytest.MonkeyPatch, ended: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(StepSplit, "_look", fails)
+    split = StepSplit(tmp_path / "split")
+    ended.get(timeout=SECONDS)
+    split.begin()
+    split.write(1, last=True)
+    assert not (tmp_path / "split").exists()
+
+
+def test_a_measurement_that_fails_hangs_up(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
+    monkeypatch.setattr(doctor_network.Listener, "_serve", fails)
+    listener = doctor_network.Listener()
+    with socket.create_connection(("127.0.0.1", listener.ports[0]), SECONDS) as caller:
+        caller.sendall(doctor_network._CONTROL + b"0" * doctor_network.SESSION_NBYTES)
+        assert caller.recv(1) == b""
+    ended.get(timeout=SECONDS)
+    listener.close()
+
+
+THREADS = {
+    "bench/doctor/arrival.py": ["test_a_doctor_whose_start_is_not_told_goes_on"],
+    "bench/doctor/examine.py": ["errors of gloo are a finding"],
+    "bench/doctor/network.py": [
+        "test_a_doctor_that_cannot_answer_closes_its_port",
+        "test_a_measurement_that_fails_hangs_up",
+    ],
+    "bench/doctor/script.py": ["a file is missing"],
+    "bench/doctor/split.py": ["test_a_doctor_that_cannot_look_at_steps_writes_nothing_of_them"],
+    "comms/backend/node_collectives.py": ["test_collectives_of_a_node_fail_and_nobody_waits"],
+    "comms/bootstrap/addresses.py": ["test_a_name_that_cannot_be_looked_up_has_no_address"],
+    "comms/bootstrap/liveness.py": [
+        "test_a_ring_that_fails_closes_its_connections",
+        "test_heartbeats_go_on_from_the_thread_of_the_ring_and_end_no_ring",
+    ],
+    "comms/bootstrap/probe.py": ["test_a_probe_server_that_fails_does_not_look_like_a_process_that_has_ended"],
+    "comms/bootstrap/store.py": ["test_a_question_to_the_store_is_answered_and_the_next_one_starts_a_thread"],
+    "comms/bootstrap/threads.py": ["test_threads.py hands what they raise to the caller"],
+    "comms/elastic/joining.py": ["test_nobody_joins_any_more_and_who_waits_is_told"],
+    "comms/observe/metrics.py": ["test_metrics_are_not_served_any_more"],
+    "comms/observe/stall.py": ["test_nobody_says_what_hangs_any_more"],
+    "comms/run/lane_executor.py": ["test_what_waits_for_a_lane_is_told"],
+    "comms/transport/nccl.py": [
+        "test_nccl_that_cannot_connect_is_raised_where_it_is_waited_for",
+        "test_a_communicator_of_nccl_that_cannot_be_aborted_is_left",
+    ],
+    "comms/transport/parallel_tcp.py": ["test_parallel_tcp.py: test_a_thread_that_fails_ends_every_wait_at_once"],
+    "comms/watch/names.py": ["test_names_of_parameters_are_left_out"],
+    "comms/watch/watch.py": ["test_a_watch_that_fails_leaves_sigterm_to_the_system"],
+}
+"""Module -> for each thread that it starts, the test that plants exceptions in it, or why there is nothing to test."""
+
+
+def test_exceptions_are_planted_in_every_thread() -> None:
+    """A new thread gets a test of its failure, and a line in `THREADS`."""
+    found: dict[str, int] = {}
+    for file in (*ROOT.glob("bench/**/*.py"), *ROOT.glob("comms/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "BackgroundThread":
+                where = str(file.relative_to(ROOT))
+                found[where] = found.get(where, 0) + 1
+    assert found == {where: len(tests) for where, tests in THREADS.items()}
+    named = [each for tests in THREADS.values() for each in tests if each.startswith("test_") and " " not in each]
+    assert set(named) <= globals().keys()
 
 
 WATCH = """
