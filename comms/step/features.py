@@ -185,7 +185,7 @@ def follow_backward(
             from gradwire.comms.step.passes_per_step import PassesPerStep
 
             listeners.add(order.RETURNED, ReturnedGradients(compression))
-            listeners.add(order.PASSES, PassesPerStep(compression))
+            listeners.add(order.PASSES, PassesPerStep(compression, model.parameters() if model else ()))
 
 
 def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesAgreement) -> None:

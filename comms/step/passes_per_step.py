@@ -5,18 +5,25 @@ that an optimizer calls more than once average several gradients per step, of wh
 decays several times per step, and holds gradients that no step has used. `zero_grad()` between the passes does not
 help.
 
-A single pass without a step is normal: a GradScaler skips steps, and a script may skip a batch. So training is refused
-only after `MOST_STEPS` steps in a row.
+Such passes cannot be made right. Each returns its result before the next one begins, and nothing tells the hook which
+of them the step will use: that one has to return the momentum, and the others, by which SAM and LBFGS move the weights,
+the plain gradient, without a trace in the momentum or in the residuals. With the momentum in the optimizer all of them
+return the plain gradient. So training is refused, as soon as it is sure to be of this kind:
+
+- The weights have changed since the last pass, and no optimizer step has ended since. If an optimizer is in its step
+  (LBFGS, a closure of SAM), the pass is refused; otherwise the next step, before it changes a weight.
+- `MOST_STEPS` steps in a row came after several passes each. A pass without a step is normal now and then: a GradScaler
+  skips steps, and a script may skip a batch.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comms.step.listeners import EndedStep, StepListener
@@ -29,11 +36,12 @@ MOST_STEPS = 3
 """Optimizer steps in a row after several passes each at which training is refused. A GradScaler that lowers its scale
 skips several steps, but then trains for thousands of steps before it skips the next one."""
 
-SEVERAL_PASSES = (
-    "each of the last {steps} optimizer steps came after several averaged backward passes ({passes} before the last "
-    "one), as with SAM, LBFGS or a closure that is called repeatedly. Compressor {compressor!r} keeps the optimizer's "
-    "momentum, which it would decay once per pass, not once per step. Let the optimizer keep its momentum: leave out "
-    'take_momentum(optimizer), and pass\n    compressor_options={{"momentum": 0.0}}'
+SEVERAL_PASSES = "each of the last {steps} optimizer steps came after several averaged backward passes"
+MOVED = "the weights have changed between two averaged backward passes without a step of the optimizer"
+REFUSED = (
+    "{found}, as with SAM, LBFGS or a closure that is called repeatedly. Compressor {compressor!r} keeps the "
+    "optimizer's momentum, which it would decay once per pass, not once per step. Let the optimizer keep its "
+    'momentum: leave out take_momentum(optimizer), and pass\n    compressor_options={{"momentum": 0.0}}'
 )
 
 _listeners: "weakref.WeakSet[PassesPerStep]" = weakref.WeakSet()
@@ -48,68 +56,114 @@ class PassesPerStep(StepListener):
 
     Args:
         compression: The compressor, which keeps a momentum.
+        parameters: The model's parameters; empty if they are not known yet.
     """
 
     wants_buckets = True
 
-    def __init__(self, compression: "Compression") -> None:
+    def __init__(self, compression: "Compression", parameters: Iterable[Tensor] = ()) -> None:
         self._compression = compression
-        self._parameters: set[int] = set()
+        self._parameters = set(map(id, parameters))
         self._layouts: set[int] = set()
         self._passes = 0
-        self._last_passes = 0
         self._steps_in_a_row = 0
+        self._steps: weakref.ref[Optimizer] | None = None
+        """The optimizer that is in its step, the outer one if it steps another; None between two steps."""
+        self._sample: list[tuple[Tensor, int]] = []
+        """Parameters of the first bucket of the last pass, and their versions then; empty once a step has ended."""
+        self._refused: str | None = None
+        """Reason for which all later passes are refused."""
+        self._moved = False
+        self._has_moved = True
+        """Whether the weights had moved in this way before the last step, too; true before the first step."""
         _listeners.add(self)
         _register()
 
     def step_began(self, steps: int) -> None:
-        """Refuses a pass after `MOST_STEPS` optimizer steps of several passes each.
+        """Refuses a pass that is known to be one of several in an optimizer step.
 
         Raises:
-            RuntimeError: So many steps in a row came after several passes each.
+            RuntimeError: The running optimizer has moved the weights since the last pass, or `MOST_STEPS` steps in a
+                row came after several passes each.
         """
-        if self._steps_in_a_row >= MOST_STEPS:
-            raise RuntimeError(
-                SEVERAL_PASSES.format(
-                    steps=self._steps_in_a_row,
-                    passes=self._last_passes,
-                    compressor=self._compression.compressor.name,
-                )
-            )
+        if self._compression.is_idle:
+            return
+        if self._refused is not None:
+            raise self._refusal(self._refused)
+        self._moved |= any(each._version != version for each, version in self._sample)
+        self._sample = []
+        if self._moved and self._steps is not None:
+            raise self._refusal(MOVED)
 
     def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
         """Records a bucket's parameters, by which the model's optimizer is recognized; see `StepListener`."""
         if id(layout) not in self._layouts:
             self._layouts.add(id(layout))
             self._parameters.update(map(id, parameters))
+        if not self._sample:
+            self._sample = [(each, each._version) for each in parameters]
 
     def step_ended(self, step: EndedStep) -> None:
         """Counts a pass, unless nothing is compressed."""
         self._passes += not self._compression.is_idle
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Records that an optimizer steps: counts how many steps in a row came after several averaged passes.
+        """Records that an optimizer begins a step, and how many averaged passes came since the last one.
 
-        Ignored if the optimizer has none of this model's parameters, or if no pass came since the last step: then it is
-        a second optimizer of the same training step.
+        Ignored if the optimizer has none of this model's parameters. If no pass came since the last step, it is a
+        second optimizer of the same training step.
 
         Args:
             optimizer: Any optimizer of the process, just before its step.
+
+        Raises:
+            RuntimeError: The weights have moved between two passes since the last step. Once in a training that has
+                taken other steps this is let pass: a step may have been skipped, and weights exchanged for a test.
         """
-        if self._passes == 0 or not any(
-            id(each) in self._parameters for group in optimizer.param_groups for each in group["params"]
-        ):
+        if not self._is_of_model(optimizer):
             return
+        if self._steps is None or self._steps() in (None, optimizer):
+            self._steps = weakref.ref(optimizer)
+        if self._passes == 0:
+            return
+        moved, self._moved = self._moved, False
+        if moved and self._has_moved:
+            raise self._refusal(MOVED)
+        self._has_moved = moved
         self._steps_in_a_row = self._steps_in_a_row + 1 if self._passes > 1 else 0
-        self._last_passes, self._passes = self._passes, 0
+        self._passes = 0
+        if self._steps_in_a_row == MOST_STEPS:
+            self._refused = SEVERAL_PASSES.format(steps=MOST_STEPS)
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Records that an optimizer has ended a step, which has changed the weights."""
+        if not self._is_of_model(optimizer):
+            return
+        self._sample = []
+        if self._steps is not None and self._steps() in (None, optimizer):
+            self._steps = None
+
+    def _is_of_model(self, optimizer: Optimizer) -> bool:
+        """Returns whether an optimizer has a parameter of this model."""
+        return any(id(each) in self._parameters for group in optimizer.param_groups for each in group["params"])
+
+    def _refusal(self, found: str) -> RuntimeError:
+        """Returns the error for the training script; all later passes are refused, too."""
+        self._refused = found
+        return RuntimeError(REFUSED.format(found=found, compressor=self._compression.compressor.name))
 
 
 @cache
-def _register() -> RemovableHandle:
-    """Registers the hook once: torch does not allow a hook to remove itself while it runs."""
-    return register_optimizer_step_pre_hook(_optimizer_steps)
+def _register() -> tuple[RemovableHandle, RemovableHandle]:
+    """Registers the hooks once: torch does not allow a hook to remove itself while it runs."""
+    return register_optimizer_step_pre_hook(_optimizer_steps), register_optimizer_step_post_hook(_optimizer_stepped)
 
 
 def _optimizer_steps(optimizer: Optimizer, args: object, named: object) -> None:
     for listener in list(_listeners):
         listener.optimizer_steps(optimizer)
+
+
+def _optimizer_stepped(optimizer: Optimizer, args: object, named: object) -> None:
+    for listener in list(_listeners):
+        listener.optimizer_stepped(optimizer)

@@ -39,19 +39,47 @@ def one_pass(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def sharpness_aware(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+Perturb = Callable[[Tensor, Tensor], object]
+
+
+def sharpness_aware(
+    model: nn.Module, optimizer: torch.optim.Optimizer, perturb: Perturb = lambda each, by: each.add_(by)
+) -> None:
     """The two passes of SAM, whose first gradient only moves the weights for a moment."""
     backward(model, optimizer)
     before = [each.detach().clone() for each in model.parameters()]
     with torch.no_grad():
         for each in model.parameters():
             assert each.grad is not None
-            each.add_(each.grad, alpha=0.01)
+            perturb(each, 0.01 * each.grad)
     backward(model, optimizer)
     with torch.no_grad():
         for each, old in zip(model.parameters(), before, strict=True):
             each.copy_(old)
     optimizer.step()
+
+
+def unseen(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """SAM in the way that autograd does not count as a change of the weights."""
+    sharpness_aware(model, optimizer, lambda each, by: each.data.add_(by))
+
+
+class Sam(torch.optim.SGD):
+    """SAM as an optimizer with a closure, around another optimizer of the same parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        with torch.no_grad():
+            for each in parameters:
+                each.add_(each.grad, alpha=0.01)
+        with torch.enable_grad():
+            closure()
+        torch.optim.SGD(parameters, lr=0.01).step()
+
+
+def closure_of_sam(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(model, optimizer)
+    optimizer.step(lambda: float(backward(model, optimizer)))
 
 
 def closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -73,15 +101,74 @@ def train(
 
 
 @pytest.mark.parametrize("compressor", ["onebit", "dgc"])
-def test_the_two_passes_of_sam_are_refused_with_the_line_to_write(compressor: str) -> None:
-    train(sharpness_aware, MOST_STEPS, compressor)
-    with pytest.raises(RuntimeError, match=rf"(?s){compressor}.*compressor_options=\{{\"momentum\": 0\.0\}}"):
-        train(sharpness_aware, MOST_STEPS + 1, compressor)
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [(sharpness_aware, torch.optim.SGD), (closure_of_sam, Sam), (closure, torch.optim.LBFGS)],
+    ids=["sam", "closure of sam", "lbfgs"],
+)
+def test_several_passes_are_refused_before_a_step_uses_them(step: Step, kind: type[Any], compressor: str) -> None:
+    taken: list[Tensor] = []
+
+    def noted(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        taken.append(next(model.parameters()).detach().clone())
+        step(model, optimizer)
+        taken.append(next(model.parameters()).detach().clone())
+
+    with pytest.raises(
+        RuntimeError,
+        match=rf"(?s)weights have changed between two .*SAM, LBFGS or a closure .*{compressor}.*"
+        r"compressor_options=\{\"momentum\": 0\.0\}",
+    ):
+        train(noted, 1, compressor, kind=kind)
+    assert len(taken) == 1
 
 
-def test_the_closure_of_lbfgs_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="LBFGS or a closure that is called repeatedly"):
-        train(closure, MOST_STEPS + 1, kind=torch.optim.LBFGS)
+def test_every_later_pass_is_refused_too() -> None:
+    refused = []
+
+    def caught(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with pytest.raises(RuntimeError, match="SAM") as found:
+            sharpness_aware(model, optimizer)
+        refused.append(found)
+
+    train(caught, 2)
+    assert len(refused) == 2
+
+
+def test_passes_between_which_no_change_is_seen_are_refused_after_a_few_steps() -> None:
+    train(unseen, MOST_STEPS)
+    with pytest.raises(RuntimeError, match=f"each of the last {MOST_STEPS} optimizer steps .*LBFGS or a closure"):
+        train(unseen, MOST_STEPS + 1)
+
+
+def test_weights_that_are_clipped_or_exchanged_between_steps_are_none_of_it() -> None:
+    steps = iter(range(100))
+
+    def exchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        number = next(steps)
+        backward(model, optimizer)
+        if number == 5:  # a step is skipped, and a test is run with other weights
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.mul_(1.0)
+            return
+        optimizer.step()
+        with torch.no_grad():
+            for each in model.parameters():
+                each.clamp_(-0.5, 0.5)
+
+    train(exchanged, 12)
+
+
+def test_an_optimizer_that_torch_does_not_know_is_none_of_it() -> None:
+    def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        backward(model, optimizer)
+        with torch.no_grad():
+            for each in model.parameters():
+                assert each.grad is not None
+                each.sub_(each.grad, alpha=0.01)
+
+    train(by_hand, MOST_STEPS + 3)
 
 
 @pytest.mark.parametrize(("compressor", "momentum"), [("onebit", 0.0), ("int8", 0.0)])

@@ -146,21 +146,6 @@ def silent_passes_after_zeros(training: Training) -> None:
     training.backward()
 
 
-def sharpness_aware(training: Training) -> None:
-    training.clear()
-    training.backward()
-    before = [each.detach().clone() for each in training.parameters]
-    with torch.no_grad():
-        for each in training.parameters:
-            assert each.grad is not None
-            each.add_(each.grad, alpha=0.01)
-    training.clear()
-    training.backward()
-    with torch.no_grad():
-        for each, old in zip(training.parameters, before, strict=True):
-            each.copy_(old)
-
-
 def set_by_hand(training: Training) -> None:
     for each in training.parameters:
         each.grad = torch.full_like(each, 1e-3)
@@ -173,14 +158,6 @@ def replaced_by_hand(training: Training) -> None:
     for each in training.parameters:
         assert each.grad is not None
         each.grad = each.grad * 0.5
-
-
-def closure(training: Training) -> None:
-    def evaluate() -> Tensor:
-        training.clear()
-        return training.backward()
-
-    torch.optim.LBFGS(training.parameters, max_iter=2).step(evaluate)  # type: ignore[no-untyped-call]
 
 
 def other_gradients(training: Training) -> None:
@@ -196,10 +173,8 @@ TAKEN: list[Any] = [
     clipped,
     silent_passes,
     silent_passes_after_zeros,
-    sharpness_aware,
     set_by_hand,
     replaced_by_hand,
-    closure,
     other_gradients,
 ]
 
