@@ -377,7 +377,7 @@ class Streams:
         self._poll = select.poll()
         self.by_descriptor = {connection.socket.fileno(): connection for connection in self._connections}
         self._pacing = Pacing()
-        BackgroundThread(
+        self._thread = BackgroundThread(
             "gradwire streams",
             self._run,
             without="its connections to other ranks are closed, and exchanges in flight fail",
@@ -385,7 +385,8 @@ class Streams:
                 f"the thread of the connections to other ranks has failed: {type(error).__name__}: {error}"
             ),
             end=self.close,
-        ).start()
+        )
+        self._thread.start()
 
     @property
     def count(self) -> int:
@@ -495,6 +496,19 @@ class Streams:
         """Ends the thread and closes the connections. May be called from any thread, more than once."""
         self._closed = True
         self._nudge()
+
+    def drain(self, seconds: float) -> bool:
+        """Closes the connections, and waits until no tensor of an exchange is used any more.
+
+        Args:
+            seconds: Longest wait; usually the thread has ended at once.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        self.close()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _nudge(self) -> None:
         """Wakes the background thread, so that it takes the queued messages or ends."""

@@ -246,8 +246,8 @@ class GlooTransport(TorchTransport):
         self._sockets.shut_down()
 
     def drain(self, seconds: float) -> bool:
-        """Waits until gloo no longer uses any tensor of this transport, after `disconnect`; see `works.drain`."""
-        return drain(self._in_flight, seconds)
+        """Waits until nothing uses a tensor of this transport any more, after `disconnect`; see `works.drain`."""
+        return drain(self._in_flight, seconds) and (self._streams is None or self._streams.drain(seconds))
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`. On long paths the same bytes take fewer round trips than gloo's ring.

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -198,6 +199,27 @@ def test_a_thread_that_fails_ends_every_wait_at_once(
     assert "'gradwire streams' has failed (MemoryError" in caplog.text
     for each in theirs:
         each.close()
+
+
+def test_behind_a_drain_nothing_more_is_received() -> None:
+    """Elastic training restores gradients in place once a lane has left its wait; the thread must not write there."""
+    own, theirs = pairs(1)
+    mine = Streams({1: own}, TIMEOUT, None)
+    received = torch.full((1024,), 5.0)
+    mine.exchange([(1, torch.ones(1024), received)])
+    theirs[0].sendall(HEADER.pack(0, 0, received.nbytes) + bytes(received.nbytes // 2))
+    deadline = time.monotonic() + 20
+    while received[0] != 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    theirs[0].sendall(bytes(received.nbytes // 4))
+    assert mine.drain(20)
+    assert mine.by_descriptor and all(each.socket.fileno() == -1 for each in mine._connections)
+    received.fill_(7.0)
+    with suppress(OSError):
+        theirs[0].sendall(bytes(received.nbytes // 4))
+    assert bool((received == 7.0).all())
+    theirs[0].close()
 
 
 def test_chunks_shrink_as_less_is_left() -> None:
