@@ -260,8 +260,14 @@ class LearnsCuts(StepListener):
             return
         self._over = self.finder.over
         if plan != before:
-            self._communicator.connect(max(sizes))
+            # First, so that all ranks have the decision even if one of them is lost now, and some cannot connect.
             self._fusion.change(plan)
+            try:
+                self._communicator.connect(max(sizes))
+            except (RuntimeError, OSError) as error:
+                if not self._communicator.config.elastic:
+                    raise
+                log.debug("a generation has ended while its ranks connected for new cuts: %s", error)
 
     def _keep(self, plan: FusionPlan) -> None:
         """Writes the cuts to the file that the option `fusion` names, on rank 0; a file error is logged, not raised."""

@@ -2,7 +2,10 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +13,11 @@ import torch
 from gradwire.comms.autotune.cuts import LearnsCuts
 from gradwire.comms.autotune.profile import load, save
 from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import Fusion, FusionPlan
+from gradwire.comms.step.listeners import EndedStep
 
 KEY: dict[str, object] = {"model": "abc", "world": 4, "topology": "def", "torch": "2.13"}
 PLAN = FusionPlan((1, 3), (10, 20, 30))
@@ -69,3 +74,28 @@ def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path: Path, caplo
         communicator.close()
     record, _ = caplog.records
     assert record.getMessage().startswith(f"gradwire: `fusion` is {missing}, and rank 0 cannot write it ")
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_new_cuts_hold_on_all_ranks_also_where_a_lost_rank_keeps_one_from_connecting(
+    elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(nbytes: int) -> None:
+        raise CollectiveError("rank 1 is lost", (1,))
+
+    config = Config(fusion="auto", elastic=elastic)
+    communicator = Communicator(HashStore(), 0, 1, torch.device("cpu"), config, name="job")
+    changed: list[FusionPlan] = []
+    try:
+        fusion = Fusion(FusionPlan())
+        learning = LearnsCuts(communicator, fusion, communicator.plain_store, "job", "model")
+        fusion.last_sizes = PLAN.sizes
+        monkeypatch.setattr(fusion, "change", changed.append)
+        monkeypatch.setattr(learning.finder, "step_ended", lambda seen: PLAN)
+        monkeypatch.setattr(communicator, "connect", connect)
+        bucket: Any = SimpleNamespace(times=SimpleNamespace(arrived=0.0))
+        with nullcontext() if elastic else pytest.raises(CollectiveError):
+            learning.step_ended(EndedStep(1, [bucket], [], lambda: communicator.report()))
+    finally:
+        communicator.close()
+    assert changed == [PLAN]
