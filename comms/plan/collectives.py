@@ -13,6 +13,8 @@ node one rank stands for piece p: the one whose place in its node corresponds to
 A NIC sends each of its node's pieces to each other node: (N - 1)/N of the tensor with N equal nodes, the lower bound;
 a broadcast crosses each NIC once. Chunks are columns: the same run of elements of every piece.
 
+Sharded training in few bits compresses the phase between the nodes: see `plan_compressed`.
+
 What gloo does instead: a binomial tree (gloo/broadcast.cc), a ring of all ranks (gloo/allgather.cc), and for a
 reduce_scatter an all_reduce of the whole (ProcessGroupGloo.cpp).
 """
@@ -27,7 +29,7 @@ from itertools import pairwise
 import numpy as np
 
 from gradwire.comms.plan.algorithms import Messages, flat_messages
-from gradwire.comms.plan.cost import CostModel, PhaseCost, busiest, sent_nbytes
+from gradwire.comms.plan.cost import CostModel, PhaseCost, busiest, exchange_cost, sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER, RING, Exchange, Message, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import CHUNK_COUNTS, CHUNK_TOLERANCE, MINIMUM_CHUNK_NBYTES, MINIMUM_GAIN
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
@@ -166,6 +168,64 @@ def plan_collective(
     return CollectivePlan(plan, numel, columns, steps)
 
 
+@lru_cache(maxsize=256)
+def plan_compressed(
+    cluster: Cluster, op: str, numel: int, element_nbytes: int, compressor: str, payload_nbytes: int, *, flat: bool
+) -> CollectivePlan:
+    """Plans an all_gather or a reduce_scatter of CPU tensors in which nodes send each other payloads of the pieces.
+
+    The phase between the nodes is compressed, the one inside them exact. All is one chunk: the blocks and the random
+    numbers of a payload depend on where its piece begins.
+
+    Args:
+        cluster: Placement of the ranks, and link rates.
+        op: `all_gather` or `reduce_scatter`.
+        numel: Elements of a piece.
+        element_nbytes: Bytes of an element.
+        compressor: Name of the format of the payloads.
+        payload_nbytes: Bytes of the payload of one piece. 0 leaves out the phase between the nodes, for an all_gather
+            of pieces that all nodes have already.
+        flat: Whether each rank counts as a node of its own; else all nodes have the same number of ranks.
+    """
+    size = cluster.size
+    whole, sent = numel * size * element_nbytes, payload_nbytes * size
+    if flat:
+        # Payloads of all ranks for all ranks, which is one of the two rounds of `exchange_cost`.
+        across = Phase(op, 0, whole=True, asynchronous=len(cluster.nodes) > 1)
+        transfers = [Transfer(op, 0, tuple(range(size)), 0, numel * size, ())]
+        cost = exchange_cost(cluster)
+        one_round = replace(cost, alpha_seconds=cost.alpha_seconds / 2)
+        between: tuple[tuple[PhaseCost, float], ...] = ((one_round, sent / 2),)
+        parts = [(replace(across, compressor=compressor), transfers, between)]
+        why = f"{op} in {compressor} between all ranks."
+    else:
+        inside, crossing, _ = _costs(cluster, op, 0)
+        phases = {phase.level: phase for phase in _phases(cluster, op)}
+        transfers = [Transfer(op, 1, ranks, 0, numel * size, ()) for ranks in correspondents(cluster)]
+        between = tuple((cost, float(sent)) for cost in crossing)
+        parts = [
+            (replace(phases[1], compressor=compressor), transfers, between),
+            (phases[0], _inside(cluster, op, numel, (0, numel)), ((inside, float(whole)),)),
+        ]
+        why = f"{op} in {compressor} between nodes: the payload of each piece crosses each NIC once."
+    if not payload_nbytes:
+        parts, why = parts[1:], f"{op} inside the nodes: each of them has all pieces already."
+    if op == REDUCE_SCATTER:
+        parts.reverse()
+    moved = [each for _, _, costs in parts for each in costs]
+    seconds = math.fsum(cost.seconds(nbytes) for cost, nbytes in moved)
+    plan = Plan(
+        "flat" if flat else "hierarchical",
+        tuple(phase for phase, _, _ in parts),
+        1,
+        whole,
+        seconds,
+        busiest(cluster, moved),
+        why,
+    )
+    return CollectivePlan(plan, numel, ((0, numel),), ([transfers for _, transfers, _ in parts],))
+
+
 def library_seconds(cluster: Cluster, op: str, nbytes: int, root: int = 0) -> float:
     """Returns the predicted seconds of gloo's own collective over all ranks.
 
@@ -212,7 +272,8 @@ def _phases(cluster: Cluster, op: str) -> tuple[Phase, ...]:
 def _part(phase: Phase, transfers: Iterable[Transfer], rank: int) -> PhasePart:
     own = tuple(transfer for transfer in transfers if rank in transfer.members)
     sent = 0.0
-    for transfer in own:
+    # The payloads of a compressed phase are counted when they are sent.
+    for transfer in own if phase.compressor is None else ():
         if isinstance(transfer, Exchange):
             sent += sum(each.stop - each.start for each in transfer.messages if each.source == rank)
         else:

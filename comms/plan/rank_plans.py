@@ -53,7 +53,6 @@ class PhasePart:
         logical_numel: Number of elements of those regions.
         sent_numel: Number of elements that this rank sends; 0 for a compressed phase, whose payloads are counted when
             they are sent.
-        owners: All ranks that have a shard in a compressed phase, ascending; empty for an exact one.
         rings: For an exact all_reduce that keeps the order of sums of gloo's rings, the adjacent ranges of elements
             (first, one past the last) that a ring with equal parts would each sum; else empty.
     """
@@ -66,7 +65,6 @@ class PhasePart:
     shards: int
     logical_numel: int
     sent_numel: float
-    owners: tuple[int, ...] = ()
     rings: tuple[tuple[int, int], ...] = ()
 
 
@@ -392,9 +390,8 @@ class RankPlans:
         sent = 0.0 if layouts else sum(self._sent_numel(transfer) for step in own for transfer in step)
         whole = len(first) == 1 and (first[0].start, first[0].stop) == run
         shares = tuple(member_shares(phase, transfer) for transfer in first) if layouts else ()
-        owners = sorted({rank for transfer in steps[0] for rank in transfer.members}) if layouts else ()
         within = tuple(ring for ring in rings if ring[0] < run[1] and run[0] < ring[1]) if phase.in_ring_order else ()
-        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners), within)
+        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent, within)
 
     def _sent_numel(self, transfer: Transfer) -> float:
         place = transfer.members.index(self._rank)

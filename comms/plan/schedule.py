@@ -147,11 +147,6 @@ def member_shares(phase: Phase, transfer: Transfer) -> tuple[int, ...]:
     return shares if any(shares) else ()
 
 
-def has_owners_by_links(phase: Phase, transfer: Transfer) -> bool:
-    """Returns whether the members of an exact all_reduce own unequal parts, in proportion to their links."""
-    return phase.op == ALL_REDUCE and bool(member_shares(phase, transfer))
-
-
 def _split(region: _Region, parts: int, partition: Partition, shares: Sequence[int]) -> Iterator[_Region]:
     # A partition makes equal parts only, so each unequal part is several of the smallest.
     if shares:

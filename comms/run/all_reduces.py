@@ -5,7 +5,7 @@ it runs and `finish` after it.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -15,12 +15,15 @@ from torch import Tensor
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.rank_plans import RankPlan
 from gradwire.comms.streams import Mark
-from gradwire.compressors.base import Layout
+from gradwire.compressors.base import Layout, Member, Request
 
 FutureTensor = torch.futures.Future[Tensor]
 Open = torch.futures.Future[Tensor | BaseException]
 """A future of a tensor, or of an error as a value. It is raised in a `.then`: only so does its message survive
 DDP's reducer."""
+
+Coded = Callable[[Tensor, Member], Iterator[Request]]
+"""A compressed phase that a caller runs itself; see `AllReduce.coded`."""
 
 _PENDING = threading.RLock()
 """Guards `Bucket.pending` and `Bucket.error`: the pieces of a bucket may end in different lanes. Reentrant, because
@@ -165,6 +168,9 @@ class AllReduce:
         counted: Whether reports count it; messages between ranks that are no gradients are not counted.
         alone: Whether nothing else is in flight on any rank until it ends. One thread then takes it through all lanes,
             if it is one chunk, and wakes no other.
+        coded: Runs the compressed phase of a plan that is no all-reduce: given the region that the phase covers and
+            this rank's place among its members, it yields collectives as a compressor does, and changes the region in
+            place. None leaves the phase to the communicator's compressor.
     """
 
     parts: Sequence[Tensor]
@@ -173,6 +179,7 @@ class AllReduce:
     pool: Pool | None = None
     counted: bool = True
     alone: bool = False
+    coded: Coded | None = None
 
 
 def pack(all_reduce: AllReduce) -> Tensor:

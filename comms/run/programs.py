@@ -90,7 +90,7 @@ class Programs:
             if scale != 1.0 and not part.whole_chunk:
                 flat[chunk.start : chunk.stop].mul_(scale)
                 scale = 1.0
-            if part.layouts:
+            if part.phase.compressor:
                 ended = yield from self._compressed(run, part, lane, index, scale)
             else:
                 ended = yield from self._exact(flat, part, lane, index, scale)
@@ -164,17 +164,23 @@ class Programs:
             index: Index of the phase in the plan.
             scale: Factor on this rank's contribution.
         """
-        compressor, (transfers,) = self._compressor, part.steps
+        coded, compressor, (transfers,) = run.all_reduce.coded, self._compressor, part.steps
         recorder = self._stats.recorder
-        assert compressor is not None
-        # Start the compressor's generator for each shard of this rank, on float32 contributions.
+        # Start a generator for each shard of this rank: the compressor's, on float32 contributions, or the caller's.
         shards = [run.flat[transfer.start : transfer.stop] for transfer in transfers]
-        wide = [_contribution(shard, scale) for shard in shards]
+        wide = [_contribution(shard, scale) for shard in shards] if coded is None else shards
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
-        for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):
-            place = transfer.members.index(self._rank)
-            member = Member(place, len(transfer.members), shares)
-            steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
+        for number, (transfer, shard) in enumerate(zip(transfers, wide, strict=True)):
+            shares = part.shares[number] if part.shares else ()
+            member = Member(transfer.members.index(self._rank), len(transfer.members), shares)
+            if coded is not None:
+                steps = coded(shard, member)
+            else:
+                assert compressor is not None
+                layout = part.layouts[number]
+                steps = (
+                    _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
+                )
             if shares:
                 steps = self._by_owners(steps, shares, part.phase.in_ring_order)
             running.append((transfer.members, steps))
@@ -186,13 +192,15 @@ class Programs:
                 if recorder is None:
                     request = next(steps, None)
                 else:
-                    with recorder.span(f"lane {lane[0]}.{lane[1]}", f"codec {compressor.name}"):
+                    with recorder.span(f"lane {lane[0]}.{lane[1]}", f"codec {part.phase.compressor}"):
                         request = next(steps, None)
                 if request is None:
                     continue
                 collectives = (request,) if isinstance(request, Collective) else request
                 works.append(issue_together(self._groups[lane, members], collectives))
-                sent_nbytes += sum(_sent_nbytes(each, len(members), members.index(self._rank)) for each in collectives)
+                sent_nbytes += sum(
+                    sent_nbytes_of(each, len(members), members.index(self._rank)) for each in collectives
+                )
             if not works:
                 break
             rounds += 1
@@ -346,7 +354,7 @@ def _flushed(compressor: Compressor, shard: Tensor, layout: Layout) -> Iterator[
     yield Collective(ALL_REDUCE, (shard,))
 
 
-def _sent_nbytes(collective: Collective, size: int, rank: int) -> float:
+def sent_nbytes_of(collective: Collective, size: int, rank: int) -> float:
     """Returns the bytes that `rank` of `size` ranks sends in a collective of a compressor, without headers."""
     nbytes, bounds = collective.tensors[-1].nbytes, collective.bounds
     if collective.op == ALL_REDUCE:

@@ -1,9 +1,9 @@
 """Puts gradwire under a model that `fully_shard` has sharded, or `replicate()` of FSDP2 has replicated."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import ASSUME, ELASTIC, FUSION, MEASURE, SUMMING, Config
+from gradwire.comms.plan.plan import describe_plans
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, reporter_of_grid
@@ -155,12 +156,12 @@ def apply(
     torchs = TorchGroups(device) if beside else None  # before the first communicator is made
     state = FsdpState(model, param_groups, names, between, config, reporter)
     # Then put gradwire's collectives in the place of torch's, between the ranks that share parameters.
-    links = ShardLinks(device, config, reporter, torchs, few_bits=few_bits)
-    rounding = Rounding(seed, dist.get_rank())
     stats = PhaseStats(HostClock(), ())
-    carried = install(param_groups, names, shards, weights, rules_from(config.rules), rounding, links.of, stats)
+    links = ShardLinks(device, config, reporter, torchs, stats, few_bits=few_bits)
+    rounding = Rounding(seed, dist.get_rank())
+    overlap = Overlap()
+    carried = install(param_groups, names, shards, weights, rules_from(config.rules), rounding, links.of, overlap)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
-    overlap = Overlap(param_groups) if device.type == "cpu" else None
     # Have loaded states compared between ranks, and hand everything to the state.
     rows = [rows for link in links.made.values() for rows in link.loaded.values()]
     if shards == CARRIED and state._connection is not None and state._connection.compression is None:
@@ -176,7 +177,8 @@ def apply(
             stats if few_bits else None,
             rounding if few_bits else None,
             described,
-            overlap,
+            links.describe_plans(),
+            overlap if device.type == "cpu" else None,
             torchs,
             links.nodes if carried else "",
             carried,
@@ -195,6 +197,7 @@ class ShardLinks:
         reporter: Reports a rank failure to all ranks of the grid.
         torchs: Orders the launches of torch's collectives and gradwire's on one CUDA device; None on a CPU, and where
             only torch launches collectives.
+        stats: Counts what is sent in few bits on CUDA; on a CPU the executor of each communicator has counters.
         few_bits: Whether gradients or weights are sent in fewer bits between nodes.
 
     Attributes:
@@ -207,6 +210,7 @@ class ShardLinks:
         config: Config,
         reporter: StoreFailureReporter,
         torchs: TorchGroups | None,
+        stats: PhaseStats,
         *,
         few_bits: bool,
     ) -> None:
@@ -216,6 +220,7 @@ class ShardLinks:
         self._reporter = reporter
         self._few_bits = few_bits
         self._torchs = torchs
+        self._stats = stats
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -237,7 +242,7 @@ class ShardLinks:
             flat = self._config.plan_name == "flat"
             nodes = None
             if self._few_bits:
-                nodes = find_nodes(group, self._config.host, flat, communicator, self._torchs)
+                nodes = find_nodes(group, self._config.host, flat, communicator, self._torchs, self._stats)
             plans = communicator is not None and not isinstance(group, SerializesLaunches)
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
             loaded = {}
@@ -260,6 +265,22 @@ class ShardLinks:
             for link in self.made.values()
         }
         return ", ".join(sorted(found))
+
+    def describe_plans(self) -> Callable[[], tuple[str, ...]]:
+        """Returns a function that describes the plans of collectives in few bits, for a report: none on CUDA.
+
+        The function keeps no link alive: a link closes its communicator when it is collected.
+        """
+        made = [
+            (link.nodes.planned, link.communicator) for link in self.made.values() if link.nodes and link.communicator
+        ]
+        planned = [(plans, communicator.cluster.level_names) for plans, communicator in made]
+
+        def describe() -> tuple[str, ...]:
+            found = [describe_plans([each.plan for each in plans.values()], names) for plans, names in planned]
+            return tuple(dict.fromkeys(chain.from_iterable(found)))
+
+        return describe
 
     def _loaded(
         self, kind: str, ranks: Sequence[int], communicator: Communicator | None, like: Sequence[int] | None

@@ -1,19 +1,19 @@
-"""Placement of the ranks that share a model's parameters, and the two steps of their collectives with a codec.
+"""Placement of the ranks that share a model's parameters, and their collectives in few bits between nodes.
 
 If all nodes have the same number of ranks, every rank has a counterpart on each other node: the rank at the same place.
-The step inside a node is exact; only counterparts exchange compressed payloads. So each byte crosses a NIC once, where
-a flat exchange would send it once for each rank of the node.
+The step inside a node is exact; only counterparts exchange payloads. So each byte crosses a NIC once, where a flat
+exchange would send it once for each rank of the node.
 
-On a CPU a collective is a coroutine that a communicator's executor runs in two lanes, one for each step, in the order
-in which collectives are started. On CUDA it is issued at once on the current stream.
+On a CPU a collective follows a plan of which one phase is compressed (`plan_compressed`), in the lanes of a
+communicator's executor. On CUDA it is issued at once on the current stream, through groups of torch's.
 """
 
 import json
 import logging
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,15 @@ from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.boundary.gathering import gather_bytes
 from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.lanes import Hop, Lane
-from gradwire.comms.run.all_reduces import Bucket
+from gradwire.comms.plan.collectives import plan_compressed
+from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
+from gradwire.comms.plan.rank_plans import RankPlan
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, Coded, FutureTensor
+from gradwire.comms.run.phase_stats import PhaseStats
+from gradwire.comms.run.programs import sent_nbytes_of
 from gradwire.comms.sharded.ordered_launches import TorchGroups
-from gradwire.comms.transport.groups import Transport
-from gradwire.compressors.base import Work
+from gradwire.compressors.base import Collective, Member, Request
+from gradwire.topology.cluster import LEVEL_NAMES
 
 log = logging.getLogger("gradwire")
 
@@ -38,133 +42,18 @@ _reduce_scatter = dist.reduce_scatter_single
 _HOST: MessageType[tuple[str, str, str]] = MessageType(tuple[str, str, str])
 """Message by which ranks exchange the result of `host_identity`: what identifies a rank's host."""
 
-INSIDE, BETWEEN = "inside", "between"
-LANES: dict[str, Lane] = {INSIDE: (-1, 0), BETWEEN: (-2, 0)}
-"""Step -> its lane in a communicator on the CPU. No plan has these lanes, nor have sums of sparse gradients."""
+Summing = Callable[[Sequence[Tensor], Member], Iterator[Request]]
+"""Exchange of a reduce-scatter between a rank and its counterparts: yields the collectives that it needs.
 
-NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
-"""Value of a collective's future: the result itself is in the collective's output tensor."""
+It is given this node's sum of the row (1-D) of each counterpart, this rank included, and this rank's place among them.
+It stores the sum of this rank's row itself."""
 
-Steps = Generator[Hop, None, None]
-"""A collective of both steps, as a coroutine that yields the lane in which it continues; on CUDA it yields nothing."""
+Gathering = Callable[[Member], Generator[Request, None, Tensor]]
+"""Exchange of an all-gather between a rank and its counterparts: yields the collectives that it needs, and returns
+(nodes, numel): what each counterpart has sent, in the order of their places."""
 
-
-class Members(Protocol):
-    """The ranks of one step and their collectives. Tensors are contiguous, with the same numel and dtype on all ranks.
-
-    Each collective is a coroutine: `yield from` it. Its result is there when it ends, on CUDA for work that is queued
-    on the current stream afterwards.
-    """
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Ranks of this step, as indices in the group that shares parameters, in the order of the parts below."""
-
-    @property
-    def rank(self) -> int:
-        """Index of this rank in `ranks`."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in this step."""
-
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> Steps:
-        """Sums `source` over the ranks, and fills `output` with this rank's part of the sum.
-
-        Args:
-            output: This rank's part, overwritten.
-            source: (size * output.numel()), the parts of all ranks in their order; overwritten.
-        """
-
-    def all_gather(self, output: Tensor, source: Tensor) -> Steps:
-        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in the order of `ranks`."""
-
-    def all_to_all(self, output: Tensor, source: Tensor) -> Steps:
-        """Sends the r-th of `size` equal parts of `source` to rank r; fills `output` with what the ranks send here."""
-
-
-class TorchMembers:
-    """Members on a group of torch's, for CUDA: collectives run in the order of the current stream.
-
-    Args:
-        group: The process group of this step's ranks.
-        everyone: All ranks that share parameters, by their ranks in the default group.
-        torchs: Serializes launches of several NCCL communicators on one device; None issues at once.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, everyone: Sequence[int], torchs: TorchGroups | None = None) -> None:
-        self._group = group
-        self._torchs = torchs
-        self.ranks = [everyone.index(one) for one in dist.get_process_group_ranks(group)]
-        self.rank = group.rank()
-        self.size = group.size()
-
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> Steps:
-        """See `Members`."""
-        yield from self._issue(lambda: _reduce_scatter(output, source, op=dist.ReduceOp.SUM, group=self._group))
-
-    def all_gather(self, output: Tensor, source: Tensor) -> Steps:
-        """See `Members`."""
-        yield from self._issue(lambda: _all_gather(output, source, group=self._group))
-
-    def all_to_all(self, output: Tensor, source: Tensor) -> Steps:
-        """See `Members`."""
-        yield from self._issue(lambda: dist.all_to_all_single(output, source, group=self._group))
-
-    def _issue(self, collective: Callable[[], None]) -> Steps:
-        if self._torchs is None:
-            collective()
-        else:
-            self._torchs.issue(self._group, collective)
-        yield from ()
-
-
-class LinkedMembers:
-    """Runs the collectives of one step on the CPU, in the lane of this step in a communicator's executor.
-
-    Ranks of a node exchange data through shared memory, ranks of different nodes through the communicator's transport.
-
-    Args:
-        communicator: Connects all ranks that share parameters.
-        ranks: The ranks of this step, by their ranks in the communicator, ascending.
-        step: `INSIDE` (a node) or `BETWEEN` (nodes): decides the lane.
-    """
-
-    def __init__(self, communicator: Communicator, ranks: Sequence[int], step: str) -> None:
-        self._communicator = communicator
-        self._step = step
-        self._lane = LANES[step]
-        self.ranks = tuple(ranks)
-        self.rank = self.ranks.index(communicator.rank)
-        self.size = len(self.ranks)
-
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> Steps:
-        """See `Members`."""
-        bounds = [output.numel() * number for number in range(self.size + 1)]
-        yield from self._run("reduce_scatter", lambda on: on.reduce_scatter(source, bounds))
-        output.copy_(source[bounds[self.rank] : bounds[self.rank + 1]])
-
-    def all_gather(self, output: Tensor, source: Tensor) -> Steps:
-        """See `Members`."""
-        yield from self._run("all_gather", lambda on: on.all_gather(output, source))
-
-    def all_to_all(self, output: Tensor, source: Tensor) -> Steps:
-        """See `Members`."""
-        yield from self._run("all_to_all", lambda on: on.all_to_all(output, source))
-
-    def _run(self, op: str, issue: Callable[[Transport], Work]) -> Steps:
-        """Hops to the lane of this step, then issues a collective there and waits for it.
-
-        Args:
-            op: Name of the collective, for errors and traces.
-            issue: Issues it on the lane's transport, and returns its work.
-        """
-        # Invariant: only the thread of this lane issues on its transports, so all ranks issue in the same order.
-        yield Hop(self._lane, ())
-        where = "inside the node" if self._step == INSIDE else "between nodes"
-        self._communicator.run_collective(
-            f"{op} {where} (of shards)", lambda: issue(self._communicator.transport(self._lane, self.ranks)), self.ranks
-        )
+PlaceRow = Callable[[int, Tensor], object]
+"""Takes what one rank has sent in an all-gather: (index of the rank in the group, 1-D tensor)."""
 
 
 class ShardWork(FutureWork):
@@ -197,58 +86,37 @@ class ShardWork(FutureWork):
             raise
 
 
-def _in_lanes(steps: Steps, lane: Lane, inference: bool) -> Generator[Hop, None, Tensor]:
-    """Runs a collective in the lanes' threads, without autograd and with the caller's inference mode.
+class ShardNodes(ABC):
+    """The ranks of one group that shares parameters, by node, and their collectives with a codec between the nodes.
+
+    All nodes have the same number of ranks.
 
     Args:
-        steps: The collective.
-        lane: The lane that it begins in: a hop to the lane that it is in is skipped.
-        inference: Whether the caller was in inference mode.
-
-    Yields:
-        The hops to other lanes.
-    """
-    while True:
-        with torch.inference_mode(inference), torch.no_grad():
-            hop = next(steps, None)
-        if hop is None:
-            return NOTHING
-        if hop.lane != lane:
-            lane = hop.lane
-            yield hop
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardNodes:
-    """The ranks of one group that shares parameters, by node; all nodes have the same number of ranks.
+        members: For each node, the indices of its ranks in the group; a rank's place is its position here.
+        rank: Index of this rank in the group.
 
     Attributes:
+        members: See above.
         size: Number of ranks.
-        members: For each node, the indices of its ranks in the group; a rank's place is its position here.
         place: Place of this rank in its node.
-        inside: Members of the step inside this node; None if this rank is the only one.
-        places: Places of the ranks of `inside`, in their order.
-        between: Members of the step between nodes: this rank and its counterparts; None if there is one node.
-        numbers: Numbers of the nodes of `between`'s ranks, in their order.
-        communicator: The communicator whose executor runs the collectives; None on CUDA.
+        planned: Plans of its collectives as this rank runs them; empty on CUDA.
     """
 
-    size: int
-    members: tuple[tuple[int, ...], ...]
-    place: int
-    inside: Members | None
-    places: tuple[int, ...]
-    between: Members | None
-    numbers: tuple[int, ...]
-    communicator: Communicator | None = None
+    def __init__(self, members: tuple[tuple[int, ...], ...], rank: int) -> None:
+        self.members = members
+        self.size = sum(map(len, members))
+        self.place = next(node for node in members if rank in node).index(rank)
+        self.planned: dict[tuple[object, ...], RankPlan] = {}
 
-    def start(self, name: str, steps: Steps, first: str) -> ShardWork | None:
-        """Starts a collective of both steps; on the CPU in the lanes, behind all that were started before.
+    @abstractmethod
+    def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> ShardWork | None:
+        """Starts a reduce-scatter: sums rows inside the node, then has `exchange` sum them over the nodes.
 
         Args:
-            name: Name of the collective, for errors and traces.
-            steps: The collective; resumed without autograd, and in inference mode if the caller is in it.
-            first: The step whose lane it begins in; the same on all ranks.
+            choice: Name of the format between nodes.
+            payload_nbytes: Bytes of the payload of one row.
+            source: (ranks * numel of a row), 1-D; row r is for rank r. May be overwritten.
+            exchange: Exchange between the nodes, which also stores this rank's sum.
 
         Returns:
             Its work; None on CUDA, where it was issued on the current stream.
@@ -256,15 +124,31 @@ class ShardNodes:
         Raises:
             RuntimeError: The executor is closed.
         """
-        if self.communicator is None:
-            for _ in steps:
-                pass
-            return None
-        second = BETWEEN if first == INSIDE else INSIDE
-        bucket, lanes = Bucket.of(NOTHING), (LANES[first], LANES[second])
-        inference = torch.is_inference_mode_enabled()
-        self.communicator.executor.start_steps(bucket, name, _in_lanes(steps, lanes[0], inference), lanes)
-        return ShardWork(bucket.result(), self.communicator)
+
+    @abstractmethod
+    def all_gather(
+        self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceRow
+    ) -> ShardWork | None:
+        """Starts an all-gather: `exchange` gets rows of the counterparts, which the ranks of a node then share.
+
+        Args:
+            choice: Name of the format between nodes.
+            payload_nbytes: Bytes of the payload of one row; 0 if `exchange` communicates nothing.
+            row: Number of elements and dtype of the rows that `exchange` returns.
+            exchange: Exchange between the nodes.
+            place: Called with the row of each rank at the end.
+
+        Returns:
+            Its work; None on CUDA, where it was issued on the current stream.
+
+        Raises:
+            RuntimeError: The executor is closed.
+        """
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the ranks are on several nodes, so that something is compressed."""
+        return len(self.members) > 1
 
     @property
     def counterparts(self) -> list[int]:
@@ -281,6 +165,220 @@ class ShardNodes:
         if nodes == 1:
             return f"{width} ranks of one node, exact"
         return f"{nodes} nodes of {width}" if width > 1 else f"{nodes} ranks, flat"
+
+
+class PlannedNodes(ShardNodes):
+    """Ranks on CPUs: their collectives follow plans, in the lanes of a communicator's executor.
+
+    Args:
+        members: See `ShardNodes`.
+        communicator: Connects all ranks of the group.
+    """
+
+    def __init__(self, members: tuple[tuple[int, ...], ...], communicator: Communicator) -> None:
+        super().__init__(members, communicator.rank)
+        self._communicator = communicator
+        self._counterparts = sorted(node[self.place] for node in members)
+        self._member = Member(self._counterparts.index(communicator.rank), len(members))
+
+    def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> ShardWork:
+        """See `ShardNodes.reduce_scatter`."""
+        plan = self._plan(REDUCE_SCATTER, source.numel() // self.size, source.dtype, choice, payload_nbytes)
+
+        def coded(region: Tensor, member: Member) -> Iterator[Request]:
+            rows = region.view(self.size, -1)
+            yield from exchange([rows[rank] for rank in self._counterparts], member)
+
+        return ShardWork(self._start(plan, source, coded), self._communicator)
+
+    def all_gather(
+        self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceRow
+    ) -> ShardWork:
+        """See `ShardNodes.all_gather`."""
+        # The threads of lanes write to these rows, so they are made outside of a caller's inference mode.
+        inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False):
+            flat = torch.empty(self.size * row[0], dtype=row[1], device="cpu")
+
+        def coded(region: Tensor, member: Member) -> Iterator[Request]:
+            found = yield from exchange(member)
+            rows = region.view(self.size, -1)
+            for rank, one in zip(self._counterparts, found, strict=True):
+                rows[rank] = one
+
+        if not payload_nbytes:
+            # The plan has no phase between the nodes: fill the rows before it starts.
+            with torch.inference_mode(False), torch.no_grad():
+                for _ in coded(flat, self._member):
+                    raise AssertionError("an exchange without a payload communicates")
+        plan = self._plan(ALL_GATHER, *row, choice, payload_nbytes)
+
+        def placed(done: FutureTensor) -> Tensor:
+            done.value()  # Raises the error of a failed collective.
+            with torch.inference_mode(inference), torch.no_grad():
+                for rank, one in enumerate(flat.view(self.size, -1)):
+                    place(rank, one)
+            return flat
+
+        return ShardWork(self._start(plan, flat, coded).then(placed), self._communicator)
+
+    def _start(self, plan: RankPlan, flat: Tensor, coded: Coded) -> FutureTensor:
+        """Starts a collective in the lanes, after all that were started before.
+
+        Args:
+            plan: This rank's part in the plan.
+            flat: Rows of all ranks, end to end, 1-D; changed in place.
+            coded: Runs the compressed phase, without autograd.
+
+        Returns:
+            Future that is done when the collective is.
+        """
+        bucket = Bucket.of(flat)
+        all_reduce = AllReduce((flat,), None, (bucket,), coded=torch.no_grad()(coded))
+        self._communicator.executor.start(all_reduce, plan, 1.0, flush=False)
+        return bucket.result()
+
+    def _plan(self, op: str, numel: int, dtype: torch.dtype, choice: str, payload_nbytes: int) -> RankPlan:
+        """Returns this rank's part in the plan of a collective; each is made once.
+
+        Args:
+            op: `all_gather` or `reduce_scatter`.
+            numel: Elements of a row.
+            dtype: Their dtype.
+            choice: Name of the format between nodes.
+            payload_nbytes: Bytes of the payload of one row; 0 if nothing travels between nodes.
+        """
+        key = (op, numel, dtype, choice, payload_nbytes)
+        if key not in self.planned:
+            cluster = self._communicator.cluster
+            flat = self.members != cluster.nodes
+            plan = plan_compressed(cluster, op, numel, dtype.itemsize, choice, payload_nbytes, flat=flat)
+            self.planned[key] = plan.rank_plan(self._communicator.rank)
+        return self.planned[key]
+
+
+class TorchMembers:
+    """Ranks of one step on CUDA, in a group of torch's: collectives run in the order of the current stream.
+
+    Tensors are contiguous, and of the same numel and dtype on all ranks.
+
+    Args:
+        group: The process group of this step's ranks.
+        everyone: All ranks that share parameters, by their ranks in the default group.
+        torchs: Serializes launches of several NCCL communicators on one device; None issues at once.
+
+    Attributes:
+        ranks: Ranks of this step, as indices in the group that shares parameters, in the order of their parts.
+        rank: Index of this rank in `ranks`.
+        size: Number of ranks in this step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, everyone: Sequence[int], torchs: TorchGroups | None = None) -> None:
+        self._group = group
+        self._torchs = torchs
+        self.ranks = [everyone.index(one) for one in dist.get_process_group_ranks(group)]
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Sums `source` over the ranks, and fills `output` with this rank's part of the sum.
+
+        Args:
+            output: This rank's part, overwritten.
+            source: (size * output.numel()), the parts of all ranks in their order.
+        """
+        self._issue(lambda: _reduce_scatter(output, source, op=dist.ReduceOp.SUM, group=self._group))
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in the order of `ranks`."""
+        self._issue(lambda: _all_gather(output, source, group=self._group))
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> None:
+        """Sends the r-th of `size` equal parts of `source` to rank r; fills `output` with what the ranks send here."""
+        self._issue(lambda: dist.all_to_all_single(output, source, group=self._group))
+
+    def _issue(self, collective: Callable[[], None]) -> None:
+        if self._torchs is None:
+            collective()
+        else:
+            self._torchs.issue(self._group, collective)
+
+
+class StreamNodes(ShardNodes):
+    """Ranks on CUDA: both steps of a collective are issued at once on the current stream.
+
+    Args:
+        members: See `ShardNodes`.
+        rank: See `ShardNodes`.
+        inside: Members of the step inside this node; None if this rank is the only one.
+        between: Members of the step between nodes: this rank and its counterparts; None if there is one node.
+        stats: Counts what is sent between nodes.
+    """
+
+    def __init__(
+        self,
+        members: tuple[tuple[int, ...], ...],
+        rank: int,
+        inside: TorchMembers | None,
+        between: TorchMembers | None,
+        stats: PhaseStats,
+    ) -> None:
+        super().__init__(members, rank)
+        self._inside = inside
+        self._between = between
+        self._stats = stats
+        node = next(node for node in members if rank in node)
+        self._places = [node.index(one) for one in inside.ranks] if inside is not None else [self.place]
+        counterparts = between.ranks if between is not None else [rank]
+        self._nodes = [next(node for node in members if one in node) for one in counterparts]
+        """Ranks of each node, in the order of the counterparts in `between`."""
+        self._member = Member(counterparts.index(rank), len(counterparts))
+
+    def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> None:
+        """See `ShardNodes.reduce_scatter`."""
+        rows = source.view(self.size, -1)
+        mine = [rows[node[self.place]] for node in self._nodes]
+        if self._inside is not None:
+            # Views are stacked, because an index tensor would be copied to the device.
+            ordered = torch.stack([rows[node[place]] for place in self._places for node in self._nodes])
+            sums = torch.empty(len(self._nodes), rows.shape[1], dtype=rows.dtype, device=rows.device)
+            self._inside.reduce_scatter(sums.view(-1), ordered.view(-1))
+            mine = list(sums)
+        for request in exchange(mine, self._member):
+            self._issue(REDUCE_SCATTER, source.nbytes, request)
+
+    def all_gather(
+        self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceRow
+    ) -> None:
+        """See `ShardNodes.all_gather`."""
+        requests = exchange(self._member)
+        while True:
+            try:
+                self._issue(ALL_GATHER, self.size * row[0] * row[1].itemsize, next(requests))
+            except StopIteration as ended:
+                found: Tensor = ended.value
+                break
+        everyone = found.unsqueeze(0)
+        if self._inside is not None:
+            everyone = torch.empty(self._inside.size, *found.shape, dtype=found.dtype, device=found.device)
+            self._inside.all_gather(everyone.view(-1), found.contiguous().view(-1))
+        for theirs, other in zip(everyone, self._places, strict=True):
+            for one, node in zip(theirs, self._nodes, strict=True):
+                place(node[other], one)
+
+    def _issue(self, op: str, logical_nbytes: int, request: Request) -> None:
+        """Issues the collectives between nodes that an exchange asks for, and counts what they send.
+
+        Args:
+            op: Collective of the sharded model, as it is called in reports.
+            logical_nbytes: Bytes of the tensor that it moves.
+            request: Collectives of the exchange.
+        """
+        assert self._between is not None  # else nothing is compressed
+        for each in (request,) if isinstance(request, Collective) else request:
+            getattr(self._between, each.op)(*each.tensors)
+            sent = sent_nbytes_of(each, self._between.size, self._between.rank)
+            self._stats.add(0, op, LEVEL_NAMES[1], logical_nbytes, sent)
 
 
 def arrange(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
@@ -307,59 +405,47 @@ def find_nodes(
     hostname: str | None,
     flat: bool,
     communicator: Communicator | None,
-    torchs: TorchGroups | None = None,
+    torchs: TorchGroups | None,
+    stats: PhaseStats,
 ) -> ShardNodes:
-    """Finds the node of each rank of a group, and makes the members of the two steps. All ranks of the group call it.
+    """Finds the node of each rank of a group; on CUDA also makes the groups of the two steps. All of its ranks call it.
 
     Args:
         group: Group of the ranks that share parameters.
         hostname: Host name from the configuration; None takes the system's.
-        flat: Count each rank as a node of its own.
+        flat: Whether to count each rank as a node of its own.
         communicator: Connects the same ranks, on a CPU; None (CUDA) makes groups of torch's.
         torchs: On CUDA, serializes launches on torch's groups; see `TorchMembers`.
+        stats: Counts what is sent on CUDA; on a CPU the communicator's executor has counters of its own.
     """
     if communicator is not None:
-        hosts: list[object] = [communicator.cluster.unit(rank, 0) for rank in range(group.size())]
-    else:
-        hosts = [_HOST.read(each) for each in gather_bytes(json.dumps(host_identity(hostname)).encode(), group)]
+        cluster = communicator.cluster
+        return PlannedNodes(
+            arrange(range(cluster.size) if flat else [cluster.unit(rank, 0) for rank in range(cluster.size)]),
+            communicator,
+        )
+    hosts = [_HOST.read(each) for each in gather_bytes(json.dumps(host_identity(hostname)).encode(), group)]
     members = arrange(range(group.size()) if flat else hosts)
     rank = group.rank()
     node = next(indices for indices in members if rank in indices)
     place = node.index(rank)
     # Invariant: all ranks make the inner groups first, then the outer ones, so that no ranks wait for each other in a
     # circle.
-    inside = _part(group, communicator, torchs, node, INSIDE)
-    between = _part(group, communicator, torchs, sorted(indices[place] for indices in members), BETWEEN)
-    places = [] if inside is None else [node.index(one) for one in inside.ranks]
-    numbers = [] if between is None else [_node_of(members, one) for one in between.ranks]
-    return ShardNodes(group.size(), members, place, inside, tuple(places), between, tuple(numbers), communicator)
+    inside = _torch_members(group, torchs, node)
+    between = _torch_members(group, torchs, sorted(indices[place] for indices in members))
+    return StreamNodes(members, rank, inside, between, stats)
 
 
-def _node_of(members: Sequence[Sequence[int]], index: int) -> int:
-    """Returns the number of the node on which the rank with this index is."""
-    return next(number for number, indices in enumerate(members) if index in indices)
-
-
-def _part(
-    group: dist.ProcessGroup,
-    communicator: Communicator | None,
-    torchs: TorchGroups | None,
-    indices: Sequence[int],
-    step: str,
-) -> Members | None:
-    """Returns the members of a step; None if this rank is the only one. On CUDA it may make a group of torch's.
+def _torch_members(group: dist.ProcessGroup, torchs: TorchGroups | None, indices: Sequence[int]) -> TorchMembers | None:
+    """Returns the members of a step on CUDA; None if this rank is the only one. May make a group of torch's.
 
     Args:
         group: All ranks that share parameters.
-        communicator: Connects them on a CPU; None on CUDA.
-        torchs: Orders launches on torch's groups on CUDA; None issues at once.
+        torchs: Orders launches on torch's groups; None issues at once.
         indices: The step's ranks, as indices in `group`, ascending.
-        step: `INSIDE` or `BETWEEN`.
     """
     if len(indices) == 1:
         return None
-    if communicator is not None:
-        return LinkedMembers(communicator, indices, step)
     everyone = dist.get_process_group_ranks(group)
     if len(indices) == group.size():
         return TorchMembers(group, everyone, torchs)

@@ -9,13 +9,7 @@ Collectives over torch's own group are not moved: users may issue collectives on
 then differ between ranks.
 """
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
-from torch import Tensor
-
-from gradwire.comms.sharded.collectives import AllGather, Allocating, ReduceScatter
-from gradwire.comms.sharded.param_groups import ShardedParamGroup
 
 MOST_REDUCING = 1
 """Maximum number of reduce-scatters in flight when the gradients of the next parameter group arrive. Each keeps whole
@@ -26,18 +20,10 @@ class Overlap:
     """Keeps and waits for the reduce-scatters in flight of one model on a CPU.
 
     Thread safety: none; the thread of the backward pass calls it.
-
-    Args:
-        param_groups: Parameter groups of the model; those with collectives of gradwire return early from now on.
     """
 
-    def __init__(self, param_groups: Sequence[ShardedParamGroup]) -> None:
+    def __init__(self) -> None:
         self._reducing: list[dist.Work] = []
-        for param_group in param_groups:
-            if isinstance(param_group.all_gather, AllGather):
-                param_group.set_all_gather(_AllGather(param_group.all_gather))
-            if isinstance(param_group.reduce_scatter, ReduceScatter):
-                param_group.set_reduce_scatter(_ReduceScatter(self, param_group, param_group.reduce_scatter))
 
     def add(self, work: dist.Work, *, later: bool) -> None:
         """Takes a reduce-scatter that was started, and waits for all but the last `MOST_REDUCING`.
@@ -63,36 +49,3 @@ class Overlap:
                 failed = failed or error
         if failed is not None:
             raise failed
-
-
-class _AllGather(Allocating):
-    """An all-gather that returns its work at once."""
-
-    def __init__(self, inner: AllGather) -> None:
-        self._inner = inner
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> object:
-        work = self._inner.start(output_tensor, input_tensor, group)
-        return self._inner(output_tensor, input_tensor, group, async_op) if work is None else work
-
-
-class _ReduceScatter(Allocating):
-    """A reduce-scatter that returns at once if torch does not read its result before the backward pass ends."""
-
-    def __init__(self, overlap: Overlap, param_group: ShardedParamGroup, inner: ReduceScatter) -> None:
-        self._overlap = overlap
-        self._param_group = param_group
-        self._inner = inner
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
-    ) -> None:
-        work = self._inner.start(output_tensor, input_tensor, group, op)
-        if work is None:
-            self._inner(output_tensor, input_tensor, group, op, async_op)
-            return
-        param_group = self._param_group
-        keeps = param_group.keeps(param_group.present, output_tensor.dtype)
-        self._overlap.add(work, later=not param_group.hooked and keeps)

@@ -77,6 +77,7 @@ class ShardTraffic:
         stats: Counters of compressed collectives on CUDA; None if none is compressed.
         rounding: Keys of random rounding, saved with the state; None if no collective is compressed.
         described: One line for a report, about formats and placement; empty if there are no collectives of gradwire.
+        plans: Returns a paragraph about each plan of collectives in few bits, for a report; none on CUDA.
         overlap: The reduce-scatters in flight on a CPU; None on CUDA.
         nodes: Placement of the ranks as text, see `ShardLinks.nodes`; empty if no state depends on it.
         torchs: Orders launches on torch's groups with gradwire's on CUDA; None on a CPU, or if only torch launches.
@@ -88,6 +89,7 @@ class ShardTraffic:
     stats: PhaseStats | None = None
     rounding: Rounding | None = None
     described: str = ""
+    plans: Callable[[], tuple[str, ...]] = tuple
     overlap: Overlap | None = None
     torchs: TorchGroups | None = None
     nodes: str = ""
@@ -184,14 +186,15 @@ class FsdpState(GradientState[AveragingSession]):
     def report(self) -> Report:
         """Returns calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
-        Torch's own collectives are left out. Compressed ones are counted by their calls and bytes between nodes.
+        Torch's own collectives are left out. On CUDA those in few bits have rows without seconds, between nodes alone.
         """
         every = [link.executor.stats for link in self._shards.communicators]
         every += [] if self._shards.stats is None else [self._shards.stats]
         rows = [replace(row, level=f"{row.level}{OF_SHARDS}") for stats in every for row in stats.totals()]
-        described = [self._shards.described] if rows else []
+        described = [*([self._shards.described] if rows else []), *self._shards.plans()]
         if self._connection is None:
-            return Report(self._shards.described or "torch's own collectives", (), tuple(rows), 0, self.steps)
+            title = self._shards.described or "torch's own collectives"
+            return Report(title, self._shards.plans(), tuple(rows), 0, self.steps)
         found = self._connection.report(self.steps)
         return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
 

@@ -84,7 +84,10 @@ def link_cases(rank: int) -> None:
                 plain_step(model, 0)
                 off = error_of(gradients(model), wanted)
                 assert 0 < off < limit, (shards, plan, off)
-                (row,) = (row for row in state.report().rows if shards in row.op)
+                level = "inter_node" if plan == "auto" else "all ranks"
+                (row,) = (row for row in state.report().rows if row.level.startswith(level))
+                assert row.op == "reduce_scatter" and row.seconds > 0
+                assert any(shards in each and "predicted to take" in each for each in state.report().plans)
                 assert row.calls == 3
                 peers = 1 if plan == "auto" else 3
                 sent_dense = peers * sum(local(one).numel() for one in model.parameters()) * 4

@@ -33,7 +33,8 @@ from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows
 from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
-from gradwire.comms.sharded.nodes import ShardNodes, TorchMembers, arrange
+from gradwire.comms.sharded.nodes import StreamNodes, TorchMembers, arrange
+from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.param_groups import ShardedParamGroup
 from gradwire.comms.sharded.state import FsdpState
 from gradwire.comms.step.loaded import LoadConsistencyCheck
@@ -217,7 +218,7 @@ def trained(
                 rules_from(()),
                 Rounding(0, rank),
                 lambda group: link,
-                PhaseStats(HostClock(), ()),
+                Overlap(),
             )
             streams = {f"{name}_stream": side_stream() for name in ("reduce_scatter", "all_reduce")}
             gathering, found = side_stream(), list[Tensor]()
@@ -248,22 +249,14 @@ def trained(
 
 def nodes_of(
     shard: Group, row: tuple[int, ...], nodes: str, make: Callable[[tuple[int, ...], int], Group], rank: int
-) -> ShardNodes:
+) -> StreamNodes:
     members = arrange([nodes[each] for each in row])
     node = next(indices for indices in members if shard.rank() in indices)
     place = node.index(shard.rank())
     inner, outer = (tuple(row[one] for one in part) for part in (node, [each[place] for each in members]))
     inside = TorchMembers(make(inner, rank), row) if len(inner) > 1 else None
     between = TorchMembers(make(outer, rank), row) if len(outer) > 1 else None
-    return ShardNodes(
-        len(row),
-        members,
-        place,
-        inside,
-        tuple(range(len(inner))) if inside else (),
-        between,
-        tuple(range(len(members))),
-    )
+    return StreamNodes(members, shard.rank(), inside, between, PhaseStats(HostClock(), ()))
 
 
 def gradient(rank: int, step: int, shape: torch.Size, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ class Reducing(dist.Work):
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=8))
 def test_only_so_many_reduce_scatters_hold_whole_gradients(later: list[bool]) -> None:
-    overlap, ended = Overlap([]), list[int]()
+    overlap, ended = Overlap(), list[int]()
     for number, may_wait in enumerate(later):
         overlap.add(Reducing(number, ended, fails=False), later=may_wait)
         assert ended == list(range(number + 1 - (MOST_REDUCING if may_wait else 0)))
@@ -33,7 +33,7 @@ def test_only_so_many_reduce_scatters_hold_whole_gradients(later: list[bool]) ->
 
 
 def test_it_waits_for_all_and_raises_the_first_error() -> None:
-    overlap, ended, failed = Overlap([]), list[int](), None
+    overlap, ended, failed = Overlap(), list[int](), None
     overlap._reducing = [Reducing(number, ended, fails=number > 0) for number in range(3)]
     try:
         overlap.wait_all()
