@@ -59,10 +59,6 @@ class FusionPlan:
             return len(sizes) in self.cuts
         return pending_nbytes >= self.threshold_nbytes
 
-    def cuts_up(self, flat: Tensor) -> bool:
-        """Returns whether a bucket is larger than a piece, so that it is cut."""
-        return self.piece_nbytes > 0 and flat.nbytes > self.piece_nbytes
-
     def pieces(self, flat: Tensor) -> list[tuple[int, int]]:
         """Returns the pieces that a bucket is cut into.
 
@@ -72,7 +68,7 @@ class FusionPlan:
         Returns:
             (start, stop) of each piece, ascending and without gaps; one piece if the bucket is not cut.
         """
-        if not self.cuts_up(flat):
+        if not 0 < self.piece_nbytes < flat.nbytes:
             return [(0, flat.numel())]
         step = max(1, self.piece_nbytes // flat.element_size())
         return [(start, min(start + step, flat.numel())) for start in range(0, flat.numel(), step)]
@@ -179,9 +175,9 @@ class Fusion:
 
     def _pieces(self, bucket: Bucket) -> list[AllReduce]:
         """Returns the all-reduces of one bucket that is not fused: one, or one for each piece that it is cut into."""
-        if not self._plan.cuts_up(bucket.flat):
-            return [AllReduce((bucket.flat,), bucket.layout, (bucket,))]
         runs = self._plan.pieces(bucket.flat)
+        if len(runs) == 1:
+            return [AllReduce((bucket.flat,), bucket.layout, (bucket,))]
         bucket.pending = len(runs)
         return [
             AllReduce((bucket.flat[start:stop],), bucket.layout.cut(start, stop) if bucket.layout else None, (bucket,))

@@ -113,13 +113,27 @@ class Lanes:
         Args:
             lane: Lane to serve; by one thread only.
         """
-        while (job := self._take(lane)) is not None:
+        with self._lock:
+            waiting = self._queues[lane]
+        while True:
+            with self._lock:
+                job = self._next(waiting, lane)
+            if job is None:
+                news = waiting.arrivals.get()
+                if news is _Signal.CLOSE:
+                    return
+                if isinstance(news, LaneJob):
+                    waiting.present[news] = None
+                # Hold no job while the next one is waited for: it may arrive much later, and a job keeps its buckets.
+                del news
+                continue
             yield job
             if job.hop is None:
                 self._end(job)
             else:
-                self._move(job, job.hop)
-            # Release the job's buckets now: the next job may arrive much later.
+                with self._lock:
+                    job.lane, job.works = job.hop.lane, job.hop.works
+                    self._queues[job.lane].arrivals.put(job)
             del job
 
     def close(self) -> None:
@@ -132,27 +146,6 @@ class Lanes:
         """Returns the jobs in flight, in the order of submission."""
         with self._lock:
             return list(self._under_way)
-
-    def _take(self, lane: Lane) -> LaneJob | None:
-        """Waits for the next job of a lane; returns None when all lanes are closed and no job is in flight."""
-        with self._lock:
-            waiting = self._queues[lane]
-        while True:
-            with self._lock:
-                job = self._next(waiting, lane)
-            if job is not None:
-                return job
-            news = waiting.arrivals.get()
-            if news is _Signal.CLOSE:
-                return None
-            if isinstance(news, LaneJob):
-                waiting.present[news] = None
-
-    def _move(self, job: LaneJob, hop: Hop) -> None:
-        """Moves a job to the queue of its next lane."""
-        with self._lock:
-            job.lane, job.works = hop.lane, hop.works
-            self._queues[hop.lane].arrivals.put(job)
 
     def _end(self, job: LaneJob) -> None:
         """Removes a job that has ended from all queues, so that the jobs behind it can pass."""

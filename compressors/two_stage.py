@@ -259,7 +259,9 @@ class TwoStage(Stateful):
         if scales is not None:
             source = torch.div(source, scales, out=shard)
         residuals = self._residuals(layout, group, shard.device)
-        yield from self.exchange(source, shard, layout, group, codec, residuals)
+        # The owners' sums are encoded by the return codec; without one of its own, by the codec of this payload.
+        return_codec = codec if self.return_codec is self.codec else self.return_codec
+        yield from two_stage(source, shard, group, codec, return_codec, residuals)
         if scales is not None:
             shard.mul_(scales)
 
@@ -268,22 +270,6 @@ class TwoStage(Stateful):
         families = {codec.family for codec in (self.codec, self.return_codec) if isinstance(codec, BlockCodec)}
         if families:
             prepare_kernels(device, families)
-
-    def exchange(
-        self, source: Tensor, target: Tensor, layout: Layout, group: Member, codec: PieceCodec, residuals: Residuals
-    ) -> Iterator[Request]:
-        """Sums a shard over the group by `two_stage`; a subclass may override it by an exchange with the same result.
-
-        Args:
-            source: 1-D float32, this rank's contribution.
-            target: 1-D float32, overwritten with the sum; may be `source`.
-            layout: Layout of both.
-            group: The ranks to sum over.
-            codec: Encodes the payloads for the owners; also the owners' sums, if the compressor has no return codec.
-            residuals: Compression errors; see `two_stage`.
-        """
-        return_codec = codec if self.return_codec is self.codec else self.return_codec
-        return two_stage(source, target, group, codec, return_codec, residuals)
 
     def codec_for(self, layout: Layout, rank: int) -> PieceCodec:
         """Returns the codec for this step's payload of this shard."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gradwire.comms.plan.rank_plans import PhasePart
+from gradwire.comms.plan.rank_plans import Chunk
 from gradwire.comms.run.all_reduces import EndedAllReduce, RunningAllReduce
 from gradwire.comms.streams import Clock, Mark
 
@@ -103,38 +103,32 @@ class PhaseStats:
             row = self._rows.setdefault((index, op, level), PhaseTotals(index, op, level))
             row.add(logical_nbytes, wire_nbytes)
 
-    def count(
-        self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float
-    ) -> Mark | None:
-        """Counts one phase of one chunk.
+    def count(self, chunk: Chunk, element_nbytes: int, marks: Sequence[Mark], sent: Sequence[float]) -> None:
+        """Counts the phases of a chunk that has ended.
 
         Args:
-            index: Index of the phase in the plan.
-            part: This rank's part in the phase.
+            chunk: The chunk, with this rank's part in each phase.
             element_nbytes: Bytes of one element of the gradient.
-            began: Time at which it was issued; None if it is not timed.
-            sent_nbytes: Bytes sent in addition to what the plan says: the payloads of a compressor.
-
-        Returns:
-            Time at which the next phase begins; None if `began` is None.
+            marks: Times at which the phases began, in order, and the time at which the last one ended; empty if they
+                were not timed.
+            sent: Bytes that each phase has sent in addition to what the plan says: the payloads of a compressor.
         """
-        now = None if began is None else self.clock.now()
-        phase = part.phase
-        level = "all ranks" if phase.whole else self._level_names[phase.level]
-        key = (index, phase.op, level)
         with self._lock:
-            row = self._rows.get(key)
-            if row is None:
-                row = self._rows[key] = PhaseTotals(*key)
-            if isinstance(began, float) and isinstance(now, float):
-                row.seconds += now - began
-                row.timed_calls += part.shards
-            elif began is not None and now is not None:
-                self._being_issued.append((row, part.shards, began, now))
-            row.calls += part.shards
-            row.logical_nbytes += part.logical_numel * element_nbytes
-            row.wire_nbytes += part.sent_numel * element_nbytes + sent_nbytes
-        return now
+            for index, (part, nbytes) in enumerate(zip(chunk.parts, sent, strict=True)):
+                phase = part.phase
+                key = (index, phase.op, "all ranks" if phase.whole else self._level_names[phase.level])
+                row = self._rows.get(key)
+                if row is None:
+                    row = self._rows[key] = PhaseTotals(*key)
+                began, ended = marks[index : index + 2] if marks else (None, None)
+                if isinstance(began, float) and isinstance(ended, float):
+                    row.seconds += ended - began
+                    row.timed_calls += part.shards
+                elif began is not None and ended is not None:
+                    self._being_issued.append((row, part.shards, began, ended))
+                row.calls += part.shards
+                row.logical_nbytes += part.logical_numel * element_nbytes
+                row.wire_nbytes += part.sent_numel * element_nbytes + nbytes
 
     def note_end(self, run: RunningAllReduce, now: Mark) -> None:
         """Records the end of an all-reduce for reports and traces, on a CPU.

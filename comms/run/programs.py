@@ -83,7 +83,8 @@ class Programs:
         """
         flat, scale = run.flat, run.scale
         lane: Lane = (0, 0)
-        began = self._stats.clock.now() if chunk.parts and self._stats.timing else None
+        marks = [self._stats.clock.now()] if chunk.parts and self._stats.timing else []
+        sent: list[float] = []
         for index, part in enumerate(chunk.parts):
             run.phases[chunk.start] = index
             # The factor is applied here, unless the first transfer covers the chunk and applies it in its own pass.
@@ -101,12 +102,13 @@ class Programs:
                 yield Hop(lane, ended.works)
                 # Works keep the buffers that were received.
                 ended.works.clear()
-            if self._stats.recorder is not None and began is not None:
-                self._note(run, index, part, began)
-            if run.all_reduce.counted:
-                began = self._stats.count(index, part, flat.element_size(), began, ended.sent_nbytes)
-            elif began is not None:
-                began = self._stats.clock.now()
+            sent.append(ended.sent_nbytes)
+            if marks:
+                marks.append(self._stats.clock.now())
+                if self._stats.recorder is not None:
+                    self._note(run, index, part, marks[-2], marks[-1])
+        if run.all_reduce.counted and chunk.parts:
+            self._stats.count(chunk, flat.element_size(), marks, sent)
         # The factor on the sum; also the factor on the contribution of a single rank, whose plan has no phases.
         scale *= run.after
         if scale != 1.0:
@@ -262,7 +264,7 @@ class Programs:
                 yield (*halves, *others)
                 others = []
 
-    def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark) -> None:
+    def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark, ended: Mark) -> None:
         """Records a phase in a trace; nothing to do for lanes, which record each hop themselves."""
 
 

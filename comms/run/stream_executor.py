@@ -71,10 +71,10 @@ class DevicePrograms(Programs):
         """Returns the collectives unchanged: NCCL sums by itself. See docs/develop/cuda.md."""
         return steps
 
-    def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark) -> None:
+    def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark, ended: Mark) -> None:
         assert self._stats.recorder is not None
         words = f"{part.phase.op} {part.phase.place(self._level_names)}"
-        self._stats.recorder.note(f"phase {index}: {words}", words, began, self._stats.clock.now(), launch=run.number)
+        self._stats.recorder.note(f"phase {index}: {words}", words, began, ended, launch=run.number)
 
 
 class StreamExecutor(Executor):
@@ -215,7 +215,7 @@ class StreamExecutor(Executor):
             self._direct = work
             bucket.future = cast(Open, work.get_future().then(_only))
             if all_reduce.counted:
-                self.stats.count(0, part, bucket.flat.element_size(), None, 0.0)
+                self.stats.count(chunk, bucket.flat.element_size(), (), (0.0,))
         return bucket.future is not None
 
     def _issue_rest(self, held: _HeldChunk) -> None:

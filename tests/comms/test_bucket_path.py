@@ -48,9 +48,9 @@ COMPRESSED = (
 MOST_EXACT, MOST_COMPRESSED = 11, 16
 """Files of one question each: an executor, the programs that it takes forward, what it notes, and what it is given."""
 
-MOST_OF_A_BUCKET = {"none": (48, 23), "int8": (80, 42)}
+MOST_OF_A_BUCKET = {"none": (45, 21), "int8": (75, 41)}
 """Compressor -> functions that a bucket enters on a rank, and hops from file to file: what a reader pays for. Counted
-2026-11-28: up to 47 and 22, up to 79 and 41; whether a lane's look for work before the bucket, and that
+2026-11-29: up to 44 and 20, up to 74 and 40; whether a lane's look for work before the bucket, and that
 after it, are seen depends on other threads."""
 
 Edge = tuple[str | None, str]
