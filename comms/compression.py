@@ -19,8 +19,8 @@ from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.streams import LateFlag
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue, traits_of
 from gradwire.compressors.compiled import native
+from gradwire.compressors.composite import make_composite
 from gradwire.compressors.registry import Option
-from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule
 
 KINDS: Mapping[str, type | UnionType] = {
@@ -66,7 +66,7 @@ class Compression:
         rank: int,
         size: int,
     ) -> None:
-        self.compressor: Compressor = make_routed(name, options, rules)
+        self.compressor: Compressor = make_composite(name, options, rules)
         self.flushing = False
         self.left_alone: Collection[str] = ()
         self.placement, self.alike = "", True

@@ -38,7 +38,7 @@ EXACT = (
 
 COMPRESSED = (
     *EXACT,
-    "compressors.routed",
+    "compressors.composite",
     "compressors.two_stage",
     "compressors.residual",
     "compressors.codecs.base",

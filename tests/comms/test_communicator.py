@@ -16,7 +16,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan
 from gradwire.compressors.base import Layout, Slice
-from gradwire.compressors.routed import make_routed
+from gradwire.compressors.composite import make_composite
 from support.threads import run_ranks
 
 Result = TypeVar("Result")
@@ -226,7 +226,7 @@ def test_a_layout_of_another_size_than_its_buffer_is_refused(numel: int) -> None
 
     def run(rank: int) -> str:
         config = Config(hostname=f"n{rank}", compressor="int8", timeout=timedelta(seconds=20))
-        compressor = make_routed("int8", {}, [])
+        compressor = make_composite("int8", {}, [])
         compressor.bind_model({"weight": numel})
         communicator = Communicator(store, rank, 2, CPU, config, name="test", compressor=compressor)
         layout = Layout((Slice("weight", (numel,), 0, 0, numel),))

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwire.comms.migration import is_settled, migrate
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.base import Compressor, Layout, even_bounds
+from gradwire.compressors.composite import make_composite
 from gradwire.compressors.optim.peers import run_requests
-from gradwire.compressors.routed import make_routed
 from support.layouts import layout_of_whole
 
 SHAPES = {"a.weight": (64, 48), "a.bias": (64,), "b.weight": (48, 64), "c.weight": (40, 30)}
@@ -32,7 +32,7 @@ def layout_of(names: list[str]) -> Layout:
 
 
 def used(name: str, layouts: list[Layout]) -> Compressor:
-    compressor = make_routed(name, {"warmup_steps": 0} if name in ("onebit", "dgc", "powersgd") else {})
+    compressor = make_composite(name, {"warmup_steps": 0} if name in ("onebit", "dgc", "powersgd") else {})
     group = EchoGroup(2)
     for layout in layouts:
         shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(layout.numel))
@@ -59,7 +59,7 @@ def test_what_is_held_is_what_is_saved(name: str) -> None:
 @pytest.mark.parametrize("name", ["int4", "onebit", "dgc", "powersgd"])
 def test_the_answer_costs_no_tensor(name: str) -> None:
     bucket = layout_of(list(SHAPES))
-    bounds = make_routed(name).partition(bucket, 2)
+    bounds = make_composite(name).partition(bucket, 2)
     own, other = (bucket.cut(start, stop) for start, stop in pairwise(bounds))
     compressor = used(name, [own])
     with Untouched():  # type: ignore[no-untyped-call]

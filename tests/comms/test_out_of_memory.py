@@ -22,8 +22,8 @@ from gradwire.comms.run.lane_executor import LaneExecutor
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor, Layout, Slice
+from gradwire.compressors.composite import make_composite
 from gradwire.compressors.registry import Option
-from gradwire.compressors.routed import make_routed
 from gradwire.topology.cluster import Link
 from support.simulate import two_level_cluster
 
@@ -152,7 +152,7 @@ def test_a_compressed_bucket_survives_to_the_end(
     gradient = randn(LAYOUT.numel)
 
     def run(flat: Tensor, memory: AbstractContextManager[object]) -> bool:
-        compressor = make_routed(name, COMPRESSORS[name])
+        compressor = make_composite(name, COMPRESSORS[name])
         average(compressor, gradient.clone(), False)
         compressor.end_step(True)  # so that there are residuals
         try:

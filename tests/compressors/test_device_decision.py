@@ -12,11 +12,11 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.compressors.base import Collective, Compressor, Layout, Member, StateDict
+from gradwire.compressors.composite import Composite
 from gradwire.compressors.element_scale import ElementScale
 from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import Option, make
 from gradwire.compressors.residual import ElementStore
-from gradwire.compressors.routed import Routed
 from support.threads import ThreadGroup, take_turns
 
 CASES: dict[str, tuple[str, dict[str, Option]]] = {
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "powersgd": ("powersgd", {"rank": 2, "warmup_steps": 2}),
     "powersgd-cast": ("powersgd", {"rank": 3, "warmup_steps": 0, "factor_dtype": "bfloat16"}),
     "powersgd-cold": ("powersgd", {"rank": 2, "warmup_steps": 0, "warm_start": False}),
-    "routed": ("routed", {}),
+    "composite": ("composite", {}),
 }
 BAD_STEPS = ((), (0,), (2,), (0, 1, 3, 4), (1, 2, 5))
 """Which of the steps are not finite: none, the first, the last of a dense start, several in a row."""
@@ -40,7 +40,7 @@ SIZE, STEPS = 3, 6
 
 def made(case: str) -> Compressor:
     name, options = CASES[case]
-    return Routed("onebit", {"warmup_steps": 2}) if name == "routed" else make(name, options)
+    return Composite("onebit", {"warmup_steps": 2}) if name == "composite" else make(name, options)
 
 
 def gradient_of(rank: int, step: int, layout: Layout, bad: bool) -> Tensor:
@@ -95,7 +95,7 @@ def test_a_tensor_decides_as_the_host_does(case: str, layout: Layout) -> None:
                     assert_same(one, other, words)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("none", "routed", "onebit", "dgc")])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("none", "composite", "onebit", "dgc")])
 def test_a_step_retracted_late_loses_no_other_gradient(case: str, layout: Layout) -> None:
     """The count is put back one step late: outputs and residuals still account for every finite step's gradient.
 
@@ -213,7 +213,7 @@ def test_the_host_waits_for_nothing(case: str, layout: Layout) -> None:
                 ours.retract_step()
 
 
-@pytest.mark.parametrize("name", ["none", "onebit", "powersgd", "routed"])
+@pytest.mark.parametrize("name", ["none", "onebit", "powersgd", "composite"])
 def test_what_cannot_decide_is_refused(name: str) -> None:
     compressor = made(name)
     before = compressor.state_dict()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Layout
+from gradwire.compressors.composite import Composite
 from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import BUILT_IN, Option, make, options_of
-from gradwire.compressors.routed import Routed
 from gradwire.compressors.stateful import Stateful
 from support.threads import ThreadGroup, take_turns
 
@@ -248,9 +248,9 @@ def test_a_new_loss_scale_rescales_what_is_held_back(maker: Maker, layout: Layou
         assert torch.equal(residual_of(ours.compressor, layout), before * 0.5)
 
 
-def test_routes_account_for_every_gradient_too(layout: Layout) -> None:
+def test_several_compressors_account_for_every_gradient_too(layout: Layout) -> None:
     def maker() -> Compressor:
-        return Routed("onebit", {"momentum": 0.0, "warmup_steps": 0})
+        return Composite("onebit", {"momentum": 0.0, "warmup_steps": 0})
 
     runs = run(maker, layout, 3, 5)
     arrived = torch.stack(runs[0].outputs).double().sum(0) + sum(residual_of(r.compressor, layout) for r in runs)

@@ -5,8 +5,8 @@ import torch
 
 from gradwire.compressors import dgc, powersgd, two_stage
 from gradwire.compressors.base import traits_of
+from gradwire.compressors.composite import make_composite
 from gradwire.compressors.registry import Option, make
-from gradwire.compressors.routed import make_routed
 
 CUDA = torch.device("cuda", 1)
 CASES: list[tuple[str, dict[str, Option], set[str]]] = [
@@ -47,5 +47,5 @@ def test_a_compressor_prepares_its_kernels(
 
 
 def test_the_compressors_of_rules_are_prepared_too(prepared: set[str]) -> None:
-    traits_of(make_routed("int8", {}, [{"pattern": "*embed*", "compressor": "onebit"}])).prepare(CUDA)
+    traits_of(make_composite("int8", {}, [{"pattern": "*embed*", "compressor": "onebit"}])).prepare(CUDA)
     assert prepared == {"quantize", "onebit"}

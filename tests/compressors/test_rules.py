@@ -1,4 +1,4 @@
-"""Which rule decides, and what routes do to a bucket."""
+"""Which rule decides, and what several compressors do to one bucket."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.composite import Composite, make_composite
 from gradwire.compressors.optim.peers import run_requests
-from gradwire.compressors.routed import Routed, make_routed
 from gradwire.compressors.rules import Rule, rules_from
 from support.threads import ThreadGroup, take_turns
 
@@ -30,16 +30,16 @@ def test_a_shard_of_a_large_parameter_is_not_small() -> None:
 
 def test_the_users_rules_come_first(layout: Layout) -> None:
     rules = rules_from([{"pattern": "b.*", "compressor": "int8"}, Rule(pattern="conv.*")])
-    routed = Routed("onebit", {"warmup_steps": 0}, rules)
-    numbers = [routed.route_of(layout, index) for index in range(len(layout.slices))]
-    assert [routed.routes[number].name for number in numbers] == ["onebit", "none", "none", "int8", "none"]
+    composite = Composite("onebit", {"warmup_steps": 0}, rules)
+    numbers = [composite.choice_of(layout, index) for index in range(len(layout.slices))]
+    assert [composite.choices[number].name for number in numbers] == ["onebit", "none", "none", "int8", "none"]
 
 
 def test_an_unknown_field_of_a_rule_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`rules\[1\]` has 'name'; a rule has pattern"):
         rules_from([{"pattern": "*"}, {"name": "x"}])
     with pytest.raises(ValueError, match="`compressor` is 'zip'"):
-        make_routed("int8", {}, [{"pattern": "*", "compressor": "zip"}])
+        make_composite("int8", {}, [{"pattern": "*", "compressor": "zip"}])
 
 
 @pytest.mark.parametrize("name", ["onebit", "int4", "powersgd", "dgc"])
@@ -49,11 +49,11 @@ def test_dense_parameters_arrive_exactly(name: str, layout: Layout) -> None:
     size, groups, bias = 2, ThreadGroup.create(2), layout.slices[1]
 
     def body(rank: int) -> list[torch.Tensor]:
-        routed, outputs = make_routed(name, options), []
+        composite, outputs = make_composite(name, options), []
         for step in range(3):
             shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(step * size + rank))
-            run_requests(routed.all_reduce(shard, layout, groups[rank].member), groups[rank])
-            routed.end_step(True)
+            run_requests(composite.all_reduce(shard, layout, groups[rank].member), groups[rank])
+            composite.end_step(True)
             outputs.append(shard[bias.start : bias.stop].clone())
         return outputs
 
@@ -69,12 +69,12 @@ def test_dense_parameters_arrive_exactly(name: str, layout: Layout) -> None:
 
 
 def test_one_run_is_no_copy(layout: Layout) -> None:
-    routed = Routed("int4")
-    order = sorted(range(len(layout.slices)), key=lambda index: routed.route_of(layout, index))
+    composite = Composite("int4")
+    order = sorted(range(len(layout.slices)), key=lambda index: composite.choice_of(layout, index))
     start, slices = 0, []
     for index in order:
         slices.append(replace(layout.slices[index], start=start))
         start += layout.slices[index].numel
     shard = torch.zeros(layout.numel)
-    for _, route in routed._split(Layout(tuple(slices))):
-        assert route.gather(shard).untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+    for _, selection in composite._split(Layout(tuple(slices))):
+        assert selection.gather(shard).untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Layout, Member, StateDict, StateValue
+from gradwire.compressors.composite import Composite
 from gradwire.compressors.kernels import dispatch
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import Option, make
-from gradwire.compressors.routed import Routed
 from support.threads import ThreadGroup, take_turns
 
 NUMELS = {"a.weight": 3500, "a.bias": 37, "conv.weight": 1728, "b.weight": 2400, "cut.weight": 900}
@@ -90,18 +90,18 @@ def test_a_state_survives_a_safe_file(name: str, layout: Layout) -> None:
     assert_equal(fresh.state_dict(), compressor.state_dict())
 
 
-def test_routes_are_loaded_all_or_none(layout: Layout) -> None:
-    routed = Routed("onebit", {"warmup_steps": 0})
-    routed.bind_model(NUMELS)
+def test_compressors_are_loaded_all_or_none(layout: Layout) -> None:
+    composite = Composite("onebit", {"warmup_steps": 0})
+    composite.bind_model(NUMELS)
     group = ThreadGroup.create(1)[0]
-    run_requests(routed.all_reduce(torch.randn(layout.numel), layout, group.member), group)
-    routed.end_step(True)
-    state = routed.state_dict()
+    run_requests(composite.all_reduce(torch.randn(layout.numel), layout, group.member), group)
+    composite.end_step(True)
+    state = composite.state_dict()
     last = next(key for key in reversed(state) if key.startswith("1|momentum"))
-    refuses(routed, {**state, last: torch.zeros(5000), "0|step": 99}, "elements")
-    refuses(routed, {**state, "7|step": 1}, "2 routes")
-    refuses(routed, make("onebit").state_dict(), "is no entry")
-    fresh = Routed("onebit", {"warmup_steps": 0})
+    refuses(composite, {**state, last: torch.zeros(5000), "0|step": 99}, "elements")
+    refuses(composite, {**state, "7|step": 1}, "2 compressors")
+    refuses(composite, make("onebit").state_dict(), "is no entry")
+    fresh = Composite("onebit", {"warmup_steps": 0})
     fresh.load_state_dict(state)
     assert_equal(fresh.state_dict(), state)
 

@@ -17,7 +17,7 @@ from fake_cuda.machine import Machine
 from fake_cuda.nccl import FakeNccl
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.plan.owners import owner_shares
-from gradwire.compressors.routed import Routed, make_routed
+from gradwire.compressors.composite import Composite, make_composite
 from gradwire.compressors.two_stage import TwoStage
 
 OTHERS = (("three_bias", "three_weight"), ("norm", "two_bias", "two_weight", "one_bias", "one_weight"))
@@ -140,8 +140,8 @@ def test_owners_by_their_links(compressor: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(FakeNccl, "abort", ending)
     settings: dict[str, Any] = {"plan": {"name": "hierarchical", "chunks": chunks}, "compressor": compressor}
     settings["compressor_options"] = options = OPTIONS[compressor]
-    main = make_routed(compressor, options)
-    assert isinstance(main, Routed)
+    main = make_composite(compressor, options)
+    assert isinstance(main, Composite)
     payload = chunks * 64 * main.main.codec.wire_nbytes(1024) if isinstance(main.main, TwoStage) else 0
     compressed = len(steps) - warmup
     found: list[Tensor] = []

@@ -35,9 +35,9 @@ from gradwire.compressors.base import (
     Request,
     traits_of,
 )
+from gradwire.compressors.composite import make_composite
 from gradwire.compressors.optim.fit import take_momentum
 from gradwire.compressors.registry import Option, options_of
-from gradwire.compressors.routed import make_routed
 
 NODES = 2
 EVALUATED = (0.25, 0.5, 0.75, 0.875, 1.0)
@@ -151,8 +151,8 @@ def compressors_of(
                 group["momentum"] = 0.0
             inside = {"momentum": MUON_MOMENTUM, **options}
             rules = (*kept, {"max_dim": 1}, {"pattern": f"{INSIDE}*", "compressor": compressor, "options": inside})
-            return [make_routed("fp16", {}, rules) for _ in range(nodes)]
-    return [make_routed(compressor, options, kept) for _ in range(nodes)]
+            return [make_composite("fp16", {}, rules) for _ in range(nodes)]
+    return [make_composite(compressor, options, kept) for _ in range(nodes)]
 
 
 def train_alone(

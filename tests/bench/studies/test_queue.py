@@ -28,7 +28,7 @@ from gradwire.bench.studies.convergence.results import (
 )
 from gradwire.bench.studies.convergence.tasks import FashionTask, TextTask
 from gradwire.compressors.base import Layout, Slice
-from gradwire.compressors.routed import make_routed
+from gradwire.compressors.composite import make_composite
 
 LIST = """
 # what a queue does
@@ -240,10 +240,10 @@ def test_behind_is_less_of_an_accuracy_and_more_of_a_loss() -> None:
 def test_a_dense_start_counts_among_the_bytes() -> None:
     shape = (512, 512)
     layout = Layout((Slice("blocks.weight", shape, 0, 0, 512 * 512),))
-    powersgd = make_routed("powersgd", {"rank": 4, "warmup_steps": 3}, ())
+    powersgd = make_composite("powersgd", {"rank": 4, "warmup_steps": 3}, ())
     sent = [sent_nbytes(powersgd, layout, 2, update) for update in range(5)]
     assert sent == [4 * 512 * 512] * 3 + [powersgd.wire_nbytes(layout, 2)] * 2
-    dgc = make_routed("dgc", {"momentum": 0.0}, ())
+    dgc = make_composite("dgc", {"momentum": 0.0}, ())
     assert sent_nbytes(dgc, layout, 2, 0) == dgc.wire_nbytes(layout, 2)
 
 

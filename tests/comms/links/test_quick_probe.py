@@ -35,7 +35,7 @@ from gradwire.comms.links.quick_probe import (
 from gradwire.comms.transport import sum_order
 from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
 from gradwire.compressors.base import Layout, Slice
-from gradwire.compressors.routed import make_routed
+from gradwire.compressors.composite import make_composite
 from support.processes import Processes
 from support.threads import run_ranks
 
@@ -45,7 +45,7 @@ SCRIPT = Path(__file__).parents[1] / "jobs" / "quick_probe_job.py"
 
 def make(store: Any, nodes: str, rank: int, **options: Any) -> Communicator:
     name = options.get("compressor")
-    compressor = None if name is None else make_routed(name, options.get("compressor_options", {}))
+    compressor = None if name is None else make_composite(name, options.get("compressor_options", {}))
     host = options.pop("rack", "") + nodes[rank]
     config = Config(hostname=host, **{"timeout": TIMEOUT, **options})
     return Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="quick", compressor=compressor)

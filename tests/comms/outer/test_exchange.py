@@ -23,7 +23,7 @@ from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, wi
 from gradwire.comms.outer.saved import Saved, read, written
 from gradwire.comms.session import AveragingSession, SessionRanks
 from gradwire.compressors.compiled import native
-from gradwire.compressors.routed import make_routed
+from gradwire.compressors.composite import make_composite
 from support.threads import run_ranks
 
 Result = TypeVar("Result")
@@ -205,7 +205,7 @@ def test_fragments_take_the_link_alike_with_what_a_compressor_leaves_dense() -> 
     """Vectors travel in 32 bits beside matrices in 4: by elements alone, what has most of them would take longest."""
     shapes = [(96, 64)] * 4 + [(64,)] * 40
     named = [(f"p{number}", nn.Parameter(torch.zeros(shape))) for number, shape in enumerate(shapes)]
-    compressor = make_routed("int4")
+    compressor = make_composite("int4")
     taken = dict(zip((name for name, _ in named), wire_nbytes_of(named, compressor), strict=True))
     fragments = cut_into_fragments(named, OuterSettings(fragments=2, delay=0), list(taken.values()))
     one, other = (sum(taken[name] for name in each.names) for each in fragments)

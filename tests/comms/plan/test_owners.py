@@ -29,8 +29,8 @@ from gradwire.comms.plan.planner import (
 )
 from gradwire.comms.plan.schedule import executable
 from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.composite import make_composite
 from gradwire.compressors.registry import names
-from gradwire.compressors.routed import make_routed
 from gradwire.topology.cluster import Cluster, Level, Link
 from gradwire.topology.presets import dgx_h100
 from support.simulate import Wires, simulate, two_level_cluster
@@ -185,7 +185,7 @@ def run_with(rates: list[float], ranks: int, compressor: str | None, steps: int)
             hostname=f"node{rank // ranks}", timeout=timedelta(seconds=20), plan={"name": "hierarchical", "chunks": 2},
             nic_bytes_per_second=rates[rank // ranks], compressor=compressor,
         )  # fmt: skip
-        made = None if compressor is None else make_routed(compressor, {})
+        made = None if compressor is None else make_composite(compressor, {})
         communicator = Communicator(store, rank, size, torch.device("cpu"), config, name="owners", compressor=made)
         layout, results = Layout((Slice("weight", (347, 203), 0, 0, numel),)) if made is not None else None, []
         try:
@@ -220,7 +220,7 @@ def test_nothing_held_back_is_lost_where_the_shares_change() -> None:
         config = Config(
             hostname=str(rank), timeout=timedelta(seconds=20), compressor="int4", nic_bytes_per_second=faster[0][rank]
         )
-        made = make_routed("int4", {})
+        made = make_composite("int4", {})
         communicator = Communicator(store, rank, size, torch.device("cpu"), config, name="change", compressor=made)
         given, taken = torch.zeros(numel), torch.zeros(numel)
         try:

@@ -52,7 +52,7 @@ OFF = (
     "gradwire.comms.run.sparse",
     "gradwire.comms.observe.recorder",
     "gradwire.compressors.stateful",
-    "gradwire.compressors.routed",
+    "gradwire.compressors.composite",
     "gradwire.compressors.rules",
     "gradwire.compressors.registry",
     "gradwire.compressors.codecs",

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from gradwire.compressors.registry import Option
 
 SEPARATOR = "|"
-"""The separator between a route's number and a key in a state dict; parameter names are attribute paths and cannot hold
-it."""
+"""Separator between the number of a compressor and a key of its own in a state dict. No parameter's name, which is an
+attribute path, holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,18 @@ def _selection(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Select
     return Selection(Layout(tuple(moved)), tuple(runs), tuple(sizes))
 
 
-class Routed(CompressorTraits):
+class Composite(CompressorTraits):
     """Compresses parameters that match a rule with the rule's compressor, and all others with a main one.
 
     Args:
         name: Name of the main compressor.
         options: Options of the main compressor; None takes the defaults.
         rules: Rules, of which the first that matches a parameter decides.
+
+    Attributes:
+        main: The main compressor.
+        rules: See above.
+        choices: The main compressor, then that of each rule; one may occur several times.
 
     Raises:
         ValueError: An unknown compressor or option, or a value out of range.
@@ -113,23 +118,23 @@ class Routed(CompressorTraits):
         self.rules = tuple(rules)
         exact = Dense(momentum=getattr(self.main, "momentum", 0.0), nesterov=getattr(self.main, "nesterov", False))
         others = [exact if rule.compressor == "none" else make(rule.compressor, rule.options) for rule in self.rules]
-        self.routes: tuple[Compressor, ...] = (self.main, *others)
+        self.choices: tuple[Compressor, ...] = (self.main, *others)
         self._known: dict[Layout, list[tuple[Compressor, Selection]]] = {}
 
     @property
     def by_element(self) -> bool:
-        """See `CompressorTraits.by_element`: True if it is true of all routes."""
-        return all(isinstance(each, Stateful) and each.by_element for each in self.routes)
+        """See `CompressorTraits.by_element`: True if it is true of all compressors."""
+        return all(isinstance(each, Stateful) and each.by_element for each in self.choices)
 
     def every(self) -> tuple[Compressor, ...]:
         """Returns the main compressor, then that of each rule; one compressor may occur several times."""
-        return self.routes
+        return self.choices
 
-    def route_of(self, layout: Layout, index: int) -> int:
-        """Returns the index in `routes` of the compressor of a slice; 0 is the main one.
+    def choice_of(self, layout: Layout, index: int) -> int:
+        """Returns the index in `choices` of the compressor of a slice; 0 is the main one.
 
         Rules that share a compressor have the index of the first of them. A bucket whose slices are ordered by this
-        index is not copied, because every route is then one run.
+        index is not copied, because the slices of each compressor are then one run.
 
         Args:
             layout: Layout of the shard.
@@ -137,7 +142,7 @@ class Routed(CompressorTraits):
         """
         item = layout.slices[index]
         number = next((number for number, rule in enumerate(self.rules, 1) if rule.matches(item)), 0)
-        return next(first for first, other in enumerate(self.routes) if other is self.routes[number])
+        return next(first for first, other in enumerate(self.choices) if other is self.choices[number])
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
@@ -219,7 +224,7 @@ class Routed(CompressorTraits):
             yield from compressor.state_runs()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """See `Compressor.export`: the rows of the routes, one below the other."""
+        """See `Compressor.export`: the rows of all compressors, one below the other."""
         split = {id(compressor): selection for compressor, selection in self._split(layout)}
         blocks = []
         for compressor in self._compressors():
@@ -248,7 +253,7 @@ class Routed(CompressorTraits):
             at += count
 
     def state_dict(self) -> StateDict:
-        """See `Compressor.state_dict`; keys begin with the number of the route."""
+        """See `Compressor.state_dict`; keys begin with the number of the compressor."""
         return {
             f"{number}{SEPARATOR}{key}": value
             for number, compressor in enumerate(self._compressors())
@@ -268,8 +273,8 @@ class Routed(CompressorTraits):
             if not separator or not number.isdigit() or int(number) >= len(parts):
                 raise ValueError(
                     f"`state` belongs to compressor {saved_by(state)}, this one is {self.name!r} with "
-                    f"{len(compressors)} routes, and {key!r} is no entry of it: load it into the compressor and the "
-                    "rules that saved it, or start without it"
+                    f"{len(compressors)} compressors, and {key!r} is no entry of it: load it into the compressor and "
+                    "the rules that saved it, or start without it"
                 )
             parts[int(number)][rest] = value
         before = [compressor.state_dict() for compressor in compressors]
@@ -282,21 +287,21 @@ class Routed(CompressorTraits):
             raise
 
     def _compressors(self) -> list[Compressor]:
-        """Returns every compressor once, in the order of the routes."""
+        """Returns every compressor once, in the order of `choices`."""
         return [
             compressor
-            for number, compressor in enumerate(self.routes)
-            if all(compressor is not other for other in self.routes[:number])
+            for number, compressor in enumerate(self.choices)
+            if all(compressor is not other for other in self.choices[:number])
         ]
 
     def _split(self, layout: Layout) -> list[tuple[Compressor, Selection]]:
-        """Returns the routes that have elements in `layout`, in the order of the compressors."""
+        """Returns the compressors that have elements in `layout`, in the order of `choices`, with what each handles."""
         if layout not in self._known:
             places: dict[int, list[tuple[int, int, int]]] = {}
             for index, item in enumerate(layout.slices):
-                places.setdefault(self.route_of(layout, index), []).append((index, item.start, item.stop))
+                places.setdefault(self.choice_of(layout, index), []).append((index, item.start, item.stop))
             self._known[layout] = [
-                (self.routes[number], _selection(triples, layout)) for number, triples in sorted(places.items())
+                (self.choices[number], _selection(triples, layout)) for number, triples in sorted(places.items())
             ]
         return self._known[layout]
 
@@ -331,7 +336,7 @@ def _spread(part: Tensor, selection: Selection, target: Tensor) -> None:
         at += stop - start
 
 
-def make_routed(
+def make_composite(
     name: str, options: "Mapping[str, Option] | None" = None, rules: Sequence[Rule | Mapping[str, object]] = ()
 ) -> Compressor:
     """Returns the compressor that a hook uses: `name` with its options, the user's rules and the default ones.
@@ -347,7 +352,7 @@ def make_routed(
     """
     from gradwire.compressors.registry import make  # here: as above
 
-    return make(name, options) if name == "none" and not rules else Routed(name, options, rules_from(rules))
+    return make(name, options) if name == "none" and not rules else Composite(name, options, rules_from(rules))
 
 
 def saved_by(state: Mapping[str, StateValue]) -> str:
