@@ -29,7 +29,7 @@ class Work(Protocol):
         """Returns when the result may be read (on CUDA: by work queued later on the current stream).
 
         Raises:
-            RuntimeError: The collective failed; the message names the peer where the transport knows it.
+            RuntimeError: The collective failed; the message names the peer if the transport knows it.
         """
 
 
@@ -90,7 +90,7 @@ class Slice:
     start: int
     """First element of the run in the flat tensor."""
     numel: int
-    """Elements in the run; smaller than the parameter where a shard boundary cuts it."""
+    """Elements in the run; fewer than the parameter has if a shard boundary cuts it."""
 
     @property
     def stop(self) -> int:
@@ -115,7 +115,7 @@ class Layout:
     _cuts: "dict[tuple[int, int], Layout]" = field(repr=False)
 
     def __new__(cls, slices: tuple[Slice, ...]) -> "Layout":  # noqa: PYI034 - it may be an older object
-        """Returns the layout of these slices: a new one only where no equal one is in use."""
+        """Returns the layout of these slices: a new one only if no equal one is in use."""
         with _knowing:
             found = _known_layouts.get(slices)
             if found is None:
@@ -157,7 +157,7 @@ class StateRun:
     start: int
     """First element within the flattened parameter."""
     numel: int | None
-    """Elements; None where the state belongs to the parameter as a whole."""
+    """Elements; None if the state belongs to the parameter as a whole."""
 
 
 def even_bounds(numel: int, parts: int, align: int = 1) -> tuple[int, ...]:
@@ -380,7 +380,7 @@ class Compressor(Protocol):
         Args:
             finite: Whether the step's outputs were finite on all ranks: True commits the staged state, False drops it.
                 A 0-dim bool tensor on the gradients' device decides there, by work on the current stream, and the host
-                waits for nothing: where it is False, what is stored stays as it was, bit for bit. What the host counts
+                waits for nothing: if it is False, the stored state keeps its bits. What the host counts
                 (`step`, the length of a dense start) counts the step as finite at once; see `retract_step`.
 
         Raises:
@@ -420,7 +420,7 @@ class Compressor(Protocol):
             device: Device of the result.
 
         Returns:
-            2-D float32 (rows, layout.numel), zero where this rank has no state; the number of rows depends on the
+            2-D float32 (rows, layout.numel), zero for elements without state here; the number of rows depends on the
             configuration alone. The sum of all local ranks' exports of a bucket is the bucket's state, so that a sum
             moves state to new owners when shard boundaries have moved.
         """

@@ -50,7 +50,7 @@ class Selection:
     one run."""
 
     def gather(self, shard: Tensor) -> Tensor:
-        """Returns the selected elements: a view where they are one run, else a copy."""
+        """Returns the selected elements: a view if they are one run, else a copy."""
         if len(self.runs) == 1:
             start, stop = self.runs[0]
             return shard if stop - start == shard.numel() else shard[start:stop]
@@ -329,7 +329,7 @@ def _side_by_side(shard: Tensor, split: Sequence[tuple[Compressor, Selection]], 
 
 
 def _spread(part: Tensor, selection: Selection, target: Tensor) -> None:
-    """Writes `part` to where the selection lies in `target`."""
+    """Writes the elements of `part` (1-D) to the places of the selection in `target` (1-D, the shard)."""
     at = 0
     for start, stop in selection.runs:
         target[start:stop] = part[at : at + stop - start]

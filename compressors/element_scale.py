@@ -108,7 +108,7 @@ class ElementScale(ElementStore):
         self.confirm()
 
     def scales(self, layout: Layout, device: torch.device) -> Tensor:
-        """Returns the scales of `layout`, 1-D float32, 1 where all dense gradients were zero; a read-only view."""
+        """Returns the scales of `layout`, (layout.numel) float32, a read-only view; 1 if there were no gradients."""
         return self.fill_zeros(layout, device, 1.0)
 
     def rescale(self, factor: float | Tensor) -> None:

@@ -119,7 +119,7 @@ class PowerSGD(Stateful):
         prepare_kernels(device, {POWERSGD_FAMILY, *encoded})
 
     def matrix(self, item: Slice) -> MatrixSlice | None:
-        """Returns the slice as the matrix it is compressed as, or None where it is sent dense."""
+        """Returns the slice as the matrix it is compressed as, or None if it is sent dense."""
         return as_matrix(item, self.rank, self.min_compression_rate)
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ class ElementStore:
         return shard
 
     def peek(self, layout: Layout, device: torch.device) -> Tensor:
-        """Returns a copy of the values for `layout`, 1-D float32, zero where none are stored; changes no shard."""
+        """Returns a copy of the values of `layout`, (layout.numel) float32, zero if none is stored. Moves nothing."""
         flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         wanted = _by_name(layout)
         for piece in self.pieces():
@@ -195,7 +195,7 @@ class ElementStore:
         )
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """Removes and returns the values for `layout`, 1-D, zero where this store holds none."""
+        """Removes and returns the values for `layout`, (layout.numel) float32, zero for elements without one."""
         with self._lock:
             shard = self._shards.pop(layout, None)
             if shard is None:

@@ -45,7 +45,7 @@ Source: both the authors' DGC code and PowerSGD (NeurIPS 2019, section 3) leave 
 
 
 def first_match(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule | None:
-    """Returns the rule that decides about a parameter, or None where the main compressor is used."""
+    """Returns the rule that decides about a parameter, or None if the main compressor is used."""
     return next((rule for rule in rules if rule.matches_parameter(name, shape)), None)
 
 

@@ -109,7 +109,7 @@ class Stateful(CompressorTraits):
         """See `Compressor.export`: removes and returns all that is stored about the elements of `layout`.
 
         Returns:
-            2-D float32 (fields, layout.numel), zero where this rank has no state: the sum of the ranks' exports is
+            2-D float32 (fields, layout.numel), zero for elements without state here: the sum of the ranks' exports is
             the state of a whole bucket, whatever its cuts were.
         """
         rows = torch.empty(len(self.fields), layout.numel, dtype=torch.float32, device=device)

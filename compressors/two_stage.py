@@ -2,7 +2,7 @@
 
 All-to-all, decode and sum, all-gather: each rank owns one part of the shard. It receives everybody's payload of that
 part, sums the decoded payloads in float32, encodes the sum once more and sends it to all. With W ranks a rank sends
-2 (W - 1) / W of one payload, as the ring does, where gathering everybody's payload everywhere would send W - 1 of them.
+2 (W - 1) / W of one payload, as the ring does; gathering all payloads on all ranks would send W - 1 of them.
 Owners decode their own reduced payload like everybody else, so that all ranks end with the same bits.
 Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
 """

@@ -40,7 +40,7 @@ from gradwire.topology.cluster import Cluster
 
 BROADCAST = "broadcast"
 ALIGN_NBYTES = 64
-"""Columns and parts start at a cache line, where the dtype allows it."""
+"""Bytes of a cache line, at whose multiples columns and parts start if the dtype allows it."""
 
 SMALL_NBYTES = 64 << 10
 """Tensors below this stay with gloo: what a plan saves on the wire is less than what its threads hand over. At this
@@ -146,7 +146,7 @@ def plan_collective(
     best: tuple[int, float] | None = None
     for count in (chunks,) if chunks else CHUNK_COUNTS:
         if chunks or count == 1 or whole / rails / count >= MINIMUM_CHUNK_NBYTES:
-            # In columns each piece has one summand after the other, where whole pieces are summed by all ranks at once.
+            # In columns the summands of a piece follow one another; whole pieces are summed by all ranks at once.
             alone = (cluster.widest(0) + 1) / 2 if op == REDUCE_SCATTER and count > 1 else 1.0
             took = [alone * inside.seconds(whole / count), *(hop.seconds(whole / count) for hop in between)]
             seconds = math.fsum(took) + (count - 1) * max(took)

@@ -73,18 +73,17 @@ def apply(
             gradients are averaged by the cheapest plan, or compressed. None: there is no second dimension, or torch
             averages over it (a two-dimensional mesh was given to `fully_shard`). It can be left out if all of the
             model is replicated: then it is the mesh of `replicate()`.
-        shards: Format in which gradients are sent between nodes in the reduce-scatter over the ranks that share
-            parameters: "exact", "bf16", "int8", "int4" or "waterfill4". On CPUs an exact reduce-scatter follows a plan
-            of gradwire's where that beats the library, on whatever backend; on CUDA, and with `plan="flat"`, it is
-            torch's own. With a format of fewer bits gradients
-            are still summed exactly inside a node, and altogether exactly where those ranks are on one node;
-            `plan="flat"` takes each rank for a node. Rounding to int8 and int4 is random and without bias, and no
-            residual is kept; the compression error of waterfill4 is added to the next sum, and kept as N - 1 float32
-            rows of the size of this rank's shards, of N nodes.
-        weights: Format in which weights are sent between nodes in the all-gather: "exact" (see `shards`), "bf16",
-            "int8" or "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay
-            exact. waterfill4 sends differences from the weights sent last, for which this rank keeps N float32 rows of
-            the size of its shards; the first all-gather is exact, and those of the backward pass send nothing between
+        shards: Format of gradients between nodes, in the reduce-scatter over the ranks that share parameters: "exact",
+            "bf16", "int8", "int4" or "waterfill4". On CPUs an exact reduce-scatter follows a plan if that is predicted
+            to beat the library, on any backend; on CUDA, and with `plan="flat"`, it is torch's own. With fewer bits
+            gradients are still summed exactly inside a node, and all of them exactly if those ranks are on one node;
+            `plan="flat"` counts each rank as a node. int8 and int4 round at random without bias and keep no residual;
+            the compression error of waterfill4 is added to the next sum, and kept as N - 1 float32 rows of the size of
+            this rank's shards on N nodes.
+        weights: Format of weights between nodes, in the all-gather: "exact" (see `shards`), "bf16", "int8"
+            or "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay exact.
+            waterfill4 sends differences from the weights sent last, for which this rank keeps N float32 rows of the
+            size of its shards; the first all-gather is exact, and those of the backward pass send nothing between
             nodes. Call `flush()` on all ranks after weights were changed by hand: the next all-gather is exact.
         seed: Seed of the random rounding of int8 and int4.
         config: The configuration; None takes it from the environment.
@@ -195,7 +194,7 @@ class ShardLinks:
         device: Device on which the model computes.
         config: The configuration.
         reporter: Reports a rank failure to all ranks of the grid.
-        torchs: Orders the launches of torch's collectives and gradwire's on one CUDA device; None on a CPU, and where
+        torchs: Orders the launches of torch's collectives and gradwire's on one CUDA device; None on a CPU, and if
             only torch launches collectives.
         stats: Counts what is sent in few bits on CUDA; on a CPU the executor of each communicator has counters.
         few_bits: Whether gradients or weights are sent in fewer bits between nodes.

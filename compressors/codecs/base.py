@@ -65,7 +65,7 @@ class PieceCodec(FusedCodec, Protocol):
             residual: (n) float32, or None.
             new_residual: (n) float32, overwritten with the compression error; may be `residual`, or None.
             payloads: (pieces, wire_nbytes(width)) uint8; each row is overwritten up to its payload's own size, and all
-                of it where the piece is full.
+                of it if the piece is full.
             width: Elements of a piece; the last piece may be shorter.
         """
 

@@ -1,4 +1,4 @@
-"""waterfill5 to waterfill2: a few bits an element, more where elements are large and fewer where they are small."""
+"""waterfill5 to waterfill2: a few bits an element, more for blocks of large elements and fewer for small ones."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ def waterfill_widths(below: Tensor, words: int, least: int) -> Tensor:
         least: Least code width of a block that is not empty.
 
     Returns:
-        (groups, blocks) int64, 0 to 8; a row's sum is `words`, or less where all blocks that are not empty have 8.
+        (groups, blocks) int64, 0 to 8; a row's sum is `words`, or less if all blocks that are not empty have 8.
 
     Source: reverse water-filling: Cover and Thomas, Elements of Information Theory, section 10.3.3.
     """
@@ -204,7 +204,7 @@ class WaterfillCodec(BlockCodec):
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
         """See `BlockFormat.torch_encode`: a record for each group of 16,384 elements, little-endian.
 
-        The upper 12 bits of its largest scale, as a float32, in a word of 32 bits, or those of NaN where it has an inf
+        The upper 12 bits of its largest scale, as a float32, in a word of 32 bits, or those of NaN if it has an inf
         or a NaN; for each block a byte, how many eighths of an octave its scale lies below that, 255 for a block
         without bits, zeros up to whole words; the codes of one block after the other, a word for each bit, the lowest
         first, which has the first element's bit lowest; zeros up to waterfill_words.

@@ -56,7 +56,7 @@ def check_at_first_step(
 
     Each compressor, the main one and those that rules name, is checked against the groups that hold its parameters. The
     step is refused with check_optimizer's ValueError before it changes anything, and so is every further one. Each
-    optimizer that steps on the model's parameters is checked, once, and again where it has got more groups.
+    optimizer that steps on the model's parameters is checked, once, and again if it has got more groups.
 
     Args:
         model: Model whose gradients the compressor averages; not kept alive. Its parameters are read at that step.

@@ -184,7 +184,7 @@ def dgc_sum(payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tens
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
     """See `reference.scatter_add`.
 
-    An index that occurs once gives the same bits every time; where one occurs more than twice, the order of its
+    An index that occurs once gives the same bits every time; if one occurs more than twice, the order of its
     additions is unspecified. An index outside `target` makes target[0] NaN: raising an error would mean waiting for the
     device.
 

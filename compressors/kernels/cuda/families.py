@@ -72,7 +72,7 @@ def onebit() -> Family:
 
 
 def quantize(bits: float, random: float, key: float) -> Family:
-    """Returns the kernels of `QuantizeCodec`; a warp handles 512 elements, or 32 * `RUN` where it only decodes.
+    """Returns the kernels of `QuantizeCodec`; a warp handles 512 elements, or 32 * `RUN` if it only decodes.
 
     Args:
         bits: Bits of an element, 4 or 8.

@@ -44,7 +44,7 @@ def blocks_for(device: torch.device, threads: int, most: int = _MOST_CTAS) -> in
 
 
 def even_grid(ctas: int, slots: int) -> int:
-    """Returns how many CTAs to start so that all end together, where there is work for a few waves only.
+    """Returns how many CTAs to start so that all end together if there is work for a few waves only.
 
     Work for 2.02 waves takes as long as for 3: rather three turns of the kernel's loop in two thirds of the places.
     From eight waves on the last one costs little, and CTAs that replace each other are balanced better.
@@ -137,7 +137,7 @@ _scratch: dict[tuple[str, int | None, int], Tensor] = {}
 def scratch(device: torch.device, nbytes: int) -> Tensor:
     """Returns at least `nbytes` of memory for the launches that follow on the current stream.
 
-    One tensor is kept for each stream, and replaced where more is needed: after the first steps nothing is allocated.
+    One tensor is kept for each stream, and replaced if more is needed: after the first steps nothing is allocated.
     Launches on one stream run one after the other, so they can share it.
 
     Returns:
@@ -176,7 +176,7 @@ def upload(words: Sequence[int], device: torch.device) -> Tensor:
 
 
 def address(tensor: Tensor | None) -> int:
-    """Returns where the tensor's elements start, 0 for None."""
+    """Returns the address of the tensor's first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -26,7 +26,7 @@ class CudaSetup:
     device_count: int
     """CUDA devices that torch sees."""
     cupy_cuda: int | None
-    """CUDA that CuPy was built for; None where CuPy cannot be imported."""
+    """CUDA that CuPy was built for; None if CuPy cannot be imported."""
     cupy_problem: str
     """Reason why CuPy cannot be imported; only read if `cupy_cuda` is None."""
     driver: int

@@ -8,10 +8,10 @@ blocks.py write is the codec's: see `BlockFormat`. They share these conventions:
   said otherwise. `residual` is the compression error of earlier payloads and is added to the gradient; `new_residual`
   receives that of this payload, and may be the same memory as `residual`. None stands for no residual, or for one that
   is not kept.
-- `payloads` is 2-D uint8, each row as long as the codec's `wire_nbytes` says, or longer: a row for each worker where
-  they are summed, a row for each piece where a tensor is cut into pieces. `reduced` is the payload of a sum.
+- `payloads` is 2-D uint8, each row as long as the codec's `wire_nbytes` says, or longer: a row for each worker if
+  they are summed, a row for each piece if a tensor is cut into pieces. `reduced` is the payload of a sum.
 - Outputs are written in place; nothing else is changed, and nothing is returned.
-- The reference itself checks nothing. The compiled kernels raise ValueError where a tensor has another dtype, numel or
+- The reference itself checks nothing. The compiled kernels raise ValueError if a tensor has another dtype, numel or
   device than stated here, or is not contiguous.
 """
 

@@ -22,7 +22,7 @@ def encode_pieces(
         residual: (n) float32 compression error of earlier payloads, which is added; None for none.
         new_residual: (n) float32, overwritten with the compression error of these payloads; None discards it.
         payloads: (pieces, at least wire_nbytes(width)) uint8; each row is overwritten up to its payload's own size.
-        width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
+        width: Elements of a piece, at least 1 if there are any; the last piece may be shorter.
     """
     if not gradient.numel():
         return
@@ -41,7 +41,7 @@ def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: i
         codec: Format of the payloads.
         payloads: (pieces, at least wire_nbytes(width)) uint8; what is behind a shorter payload is not read.
         target: (n) float32, overwritten with the decoded elements.
-        width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
+        width: Elements of a piece, at least 1 if there are any; the last piece may be shorter.
     """
     if not target.numel():
         return

@@ -129,7 +129,7 @@ def powersgd_restore_many(
 
     Args:
         flat: 1-D float32, the shard; its matrices are changed in place.
-        new_residual: 1-D float32, as long as the shard, overwritten where there is a matrix; None discards the errors.
+        new_residual: 1-D float32, as long as the shard; overwritten for elements of matrices. None discards the errors.
         matrices: Places of the matrices and of their factors.
         p: 1-D float32: all P.
         q_own: 1-D float32: this rank's Q.
