@@ -104,7 +104,11 @@ class MeasuredHook:
         else:
             plan, _, compressor = mode.partition(":")
             self._state = HookState(
-                self._model, plan=plan, chunks=1, hostname=node, compressor=compressor or None, straggler_every=0
+                self._model,
+                plan={"name": plan, "chunks": 1},
+                hostname=node,
+                compressor=compressor or None,
+                straggler_every=0,
             )
             self._hook = self._state.reduce
 
