@@ -151,6 +151,7 @@ def main(argv: list[str]) -> None:
         run_until(STEPS, words, after_step)
     finally:
         ended.set()
+        split.close()
 
 
 if __name__ == "__main__":

@@ -50,12 +50,12 @@ class StepSplit:
             self._run,
             without="the script is not said to spend its time on anything",
             on_failure=self._fail,
-            end=self._closed.set,
+            end=self.close,
         ).start()
 
     def _fail(self, error: BaseException) -> None:
         """Stops sampling and writing after an error: samples of a part of the steps would be misleading."""
-        self._closed.set()
+        self.close()
         with self._lock:
             self._first = None
 
@@ -71,6 +71,10 @@ class StepSplit:
         if threading.current_thread() is not threading.main_thread():
             self._activity.sample(now - self._last)
             self._last = now
+
+    def close(self) -> None:
+        """Ends the sampling."""
+        self._closed.set()
 
     def begin(self) -> None:
         """Starts counting. The main thread calls it at the end of a step."""
