@@ -22,6 +22,7 @@ class FailureHandler:
         device_state: On CUDA, returns the number of all-reduces started and whether the device waits for other ranks.
 
     Attributes:
+        error: The first failure: a diagnosis, or what `give_up` was given; None as long as nothing has failed.
         tell: Called once with the diagnosis, for ranks that wait for this one outside of the groups.
         wake: Called before the other ranks are asked, to end waits for this rank that `groups` knows nothing of.
     """
@@ -33,7 +34,8 @@ class FailureHandler:
         rank: int,
         device_state: Callable[[], tuple[int, bool]] = lambda: (0, True),
     ) -> None:
-        # Set once, by an atomic call: a finalizer that the garbage collector runs meanwhile may give up, too.
+        self.error: CollectiveError | None = None
+        # An atomic call decides which failure is first: a finalizer that the garbage collector runs may give up, too.
         self._first: dict[str, CollectiveError] = {}
         self.tell: Callable[[CollectiveError], object] = lambda error: None
         self.wake: Callable[[], object] = lambda: None
@@ -42,11 +44,6 @@ class FailureHandler:
         self._rank = rank
         self._device_state = device_state
         self._diagnosing = threading.Lock()  # Held during a diagnosis, which may take seconds: `fail` makes one only.
-
-    @property
-    def error(self) -> CollectiveError | None:
-        """The first failure: a diagnosis, or what `give_up` was given; None as long as nothing has failed."""
-        return self._first.get("error")
 
     def fail(
         self, where: str, members: Sequence[int], error: BaseException, first: Callable[[], None] = lambda: None
@@ -66,7 +63,7 @@ class FailureHandler:
             if self.error is not None:
                 return self.error
             first()
-            found = self._first.setdefault("error", self._diagnose(where, members, error))
+            found = self.error = self._first.setdefault("error", self._diagnose(where, members, error))
             log.error("%s", found)
         self.tell(found)
         return found
@@ -77,7 +74,7 @@ class FailureHandler:
         Args:
             error: Error for the futures of everything in flight, unless something has failed before.
         """
-        self._first.setdefault("error", error)
+        self.error = self._first.setdefault("error", error)
         self._groups.abort(str(error))
         self.wake()
         self._reporter.signal_abort(str(error))
