@@ -86,7 +86,6 @@ ENDED_BY = {
         comms/elastic/resilient_ops.py: self.synchronize
         comms/outer/outer.py: self.exchange.synchronize
         comms/sharded/overlap.py: self._reducing.pop(0).wait
-        comms/sharded/collectives.py: work.wait
         comms/sharded/overlap.py: work.wait
         comms/watch/session.py: self._analyzer.poll
         comms/watch/watch.py: session.poll
