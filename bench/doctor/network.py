@@ -293,9 +293,10 @@ class Listener:
 
     def _accept(self) -> None:
         """Accepts connections that name a session; at most `MOST_SESSIONS` are served at a time, each by a thread."""
-        with contextlib.closing(
-            PendingConnections(self._tcp, lambda heard: 1 + SESSION_NBYTES - len(heard))
-        ) as pending:
+        with (
+            contextlib.closing(self._tcp),  # here: a socket that is closed while it is waited on wakes no thread
+            contextlib.closing(PendingConnections(self._tcp, lambda heard: 1 + SESSION_NBYTES - len(heard))) as pending,
+        ):
             while not self._closed:
                 try:
                     callers = pending.next(CONNECT_SECONDS)
@@ -406,12 +407,12 @@ class Listener:
                 self._udp.sendto(packet, sender)
 
     def close(self) -> None:
-        """Closes both sockets, which ends the threads."""
+        """Ends the threads, which wakes them; the one that accepts connections closes its socket itself."""
         self._closed = True
         for each in (self._tcp, self._udp):
-            with contextlib.suppress(OSError):  # wakes the thread that waits on it; UDP has nobody to say it to
+            with contextlib.suppress(OSError):  # UDP has nobody to say it to
                 each.shutdown(socket.SHUT_RDWR)
-            each.close()
+        self._udp.close()
 
     def __enter__(self) -> Self:
         """Returns the listener itself, for `with`."""
