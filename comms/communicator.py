@@ -288,6 +288,8 @@ class Communicator:
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             executor.interrupt(error.with_traceback(None))
             failed = f"{error}"
+            if self.device.type != "cuda":  # lanes have nothing to interrupt, so nobody has been told
+                self._reporter.signal_abort(failed)
         finally:
             executor.activity = before
         if failed is not None:
