@@ -168,7 +168,8 @@ class CaseRunner:
         """
         rate = parse_rate(NIC, "nic") / 8
         plan, compressor, layout, communicator = self._case(name, nbytes, nic_bytes_per_second=rate)
-        price = codec_price(compressor, layout, len(communicator.cluster.nodes), core_bytes_per_second())
+        core = self.slowest([core_bytes_per_second()])[0]  # each rank measures another rate; one makes equal plans
+        price = codec_price(compressor, layout, len(communicator.cluster.nodes), core)
         predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan, price=price)
         communicator.rank_plans.choose(plan, predicted.chunks, "Under test.")
         _, sent = self._time(communicator, layout, self.rounds)

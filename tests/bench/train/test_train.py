@@ -28,10 +28,10 @@ def test_hooks_train_the_same_model_on_the_same_batches(tmp_path: Path) -> None:
         outcome = cluster.run(command, timeout_seconds=240)
     outcome.check()
     assert "step    4/4" in outcome.output[0] and "step" not in outcome.output[1]
-    assert "(assumed)" in outcome.output[0]  # nobody gave the link's rate
+    assert "bit/s inter_node (probed)" in outcome.output[0]  # nobody gave the link's rate: it was measured
     plain, narrow, exact = json.loads(file.read_text())
     assert [plain["hook"], narrow["hook"], exact["hook"]] == ["plain", "torch-fp16", "gradwire"]
-    assert exact["predicted_seconds"] is None
+    assert {"none", "fp16", "int8"} <= exact["predicted_seconds"].keys() and narrow["predicted_seconds"] is None
     assert plain["first_loss"] == narrow["first_loss"]
     assert plain["final_loss"] == pytest.approx(narrow["final_loss"], rel=1e-2)
     # An all-reduce over two ranks sends every gradient once, the float16 hook half of that.

@@ -290,10 +290,12 @@ INSIDE, ACROSS, ALL = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)
 
 
 @pytest.mark.parametrize(
-    ("options", "narrow"), [({}, True), ({"plan": {"chunks": 2}}, False), ({"compressor": "int8"}, True)], ids=str
+    ("options", "narrow"),
+    [({}, True), ({"plan": {"name": "hierarchical", "chunks": 2}}, False), ({"compressor": "int8"}, True)],
+    ids=str,
 )
 def test_between_replicas(options: dict[str, Any], narrow: bool) -> None:
-    results, running = trained("aabb", INSIDE, narrow=narrow, plan="hierarchical", **options)
+    results, running = trained("aabb", INSIDE, narrow=narrow, **{"plan": "hierarchical"} | options)
     check_values(results, INSIDE, 0.0 if not options.get("compressor") and not narrow else 0.1, 0.0)
     assert all(wait.late for wait in running.host_waits if wait.forbidden)
 
