@@ -39,7 +39,7 @@ class Forbidden:
 
 @dataclass(slots=True)
 class Entry:
-    """One operation in the order in which the host of one rank issued it; plain data, for timelines.
+    """One operation in the order in which the host of one rank issued it; plain data.
 
     Attributes:
         rank: Index of the device.

@@ -19,6 +19,7 @@ from fake_cuda.drive import (
     Model,
     first_module,
     gradient,
+    make_state,
     on_cpu,
     on_cuda,
     train,
@@ -166,6 +167,39 @@ def test_joined_buckets(plan: str, fusion_mb: float) -> None:
     body = train("aabb", STEPS, whole=True, quiet=True, plan={"name": plan, "chunks": 2}, fusion=fusion_mb)
     results, _ = on_cuda(4, body)
     assert_equal(results, averages("aabb"))
+
+
+def test_few_buffers_of_joined_buckets_are_in_use() -> None:
+    """The host is far ahead of the device, and the allocator counts a buffer until all streams are behind its use."""
+    shapes = {f"weight{number}": (64, 256) for number in range(12)}
+    joined_nbytes = 2 * 64 * 256 * 4
+    peaks = []
+
+    def body(rank: int, device: torch.device, group: Any) -> None:
+        model = Model(group, device, shapes)
+        plan = {"name": "hierarchical", "chunks": 1}
+        state = make_state(group, model, "aabb"[rank], plan=plan, fusion=joined_nbytes / 2**20)
+        reduce, held = state.reduce, []
+
+        def measured(bucket: Any) -> Any:
+            held.append(torch.cuda.memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            future = reduce(bucket)
+            peaks.append((torch.cuda.max_memory_allocated() - held[0]) / joined_nbytes)
+            return future
+
+        job = Job(state, model, device, rank)
+        names = [(name,) for name in shapes]
+        try:
+            job.step(names, gradient(rank, 0, shapes))  # connects
+            state.reduce = measured
+            job.step(names, gradient(rank, 1, shapes))
+        finally:
+            state.close()
+
+    on_cuda(4, body)
+    assert len(peaks) == 4 * 12
+    assert 1 <= max(peaks) < 3.5
 
 
 def test_cuts_that_change_between_steps() -> None:

@@ -9,7 +9,7 @@ _LAUNCH = "compressors/kernels/cuda/launch.py"
 _HOOK = "tests/fake_cuda/test_hook_streams.py::"
 _COMPRESSED = "tests/fake_cuda/test_compressed_streams.py::"
 _PLANTED = "tests/fake_cuda/test_mutations.py::test_gradwire_keeps"
-_TIMELINE = "tests/fake_cuda/test_timeline.py"
+_ORDER = "tests/fake_cuda/test_issue_order.py"
 _LAUNCHES = "tests/fake_cupy/"
 
 STREAMS = (
@@ -43,7 +43,7 @@ STREAMS = (
         "\nSTREAMS = 2\n",
         "\nSTREAMS = 1\n",
         "A chunk between the nodes and one inside them do not overlap.",
-        (_TIMELINE,),
+        (_ORDER,),
     ),
     Mutation(
         "what runs alone does not wait for the stream that computes",
@@ -151,7 +151,7 @@ STREAMS = (
         "                before, self._held = self._held, _HeldChunk(run, steps, number)\n",
         "                before = _HeldChunk(run, steps, number)\n",
         "The next chunk waits inside the node for this one to come back from the network, which idles meanwhile.",
-        (_TIMELINE,),
+        (_ORDER,),
     ),
     Mutation(
         "a rank comes down first",
