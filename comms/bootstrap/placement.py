@@ -6,6 +6,7 @@ round-robin, and several jobs may share a host. Two ranks are on one node if hos
 memory.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -110,8 +111,8 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
     """Build the cluster: the place of each rank, and links with configured, detected or default speeds.
 
     For CUDA the links are NCCL's: its latencies over NVLink, PCIe and the kind of network, the NICs that the nodes'
-    GPUs drive, and the fabric if all ranks know theirs; NVLink between the hosts of one NVLink domain. Links that the
-    topology does not give are marked `presumed`.
+    GPUs drive, and the fabric if all ranks know theirs; NVLink between the hosts of one NVLink domain. Several such
+    domains are the cluster's racks. Links that the topology does not give are marked `presumed`.
 
     Args:
         infos: Infos of all ranks, in rank order.
@@ -138,14 +139,14 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
     fabric = _common([info.hardware.fabric for info in infos])
     cluster = _with_links(locations, *_of_gpus(infos, cluster, fabric, config))
     nvls_possible = any(info.nvls_possible for info in infos)
-    if len(cluster.nodes) > 1 and infos[0].hardware.nvlink_domain:
-        from gradwire.topology.nvlink_domain import joined_by_nvlink, same_domain
+    if any(info.hardware.nvlink_domain for info in infos):
+        from gradwire.topology.nvlink_domain import joined_by_nvlink
 
-        if same_domain([info.hardware.nvlink_domain for info in infos]):
-            return replace(joined_by_nvlink(cluster), nvls_possible=nvls_possible)
+        cluster = joined_by_nvlink(cluster, [info.hardware.nvlink_domain for info in infos])
     cluster = replace(with_node_rates(cluster, _node_rates(infos, cluster)), equal_sums=True)
-    presumed = any(cluster.levels[number].link.presumed for number in cluster.wide_levels)
-    return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric, nvls_possible=nvls_possible)
+    used = [cluster.levels[number].link for number in cluster.wide_levels]
+    unlike = cluster.depth != 2 or any(link.presumed or link.nvlink for link in used)
+    return replace(cluster, fabric=None if unlike else fabric, nvls_possible=nvls_possible)
 
 
 def _nvls_possible(device: torch.device) -> bool:
@@ -165,19 +166,22 @@ def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
     Args:
         cluster: Cluster of any depth.
         rates: Bytes per second of each node, in the order of `cluster.units(0)`; empty changes nothing. A rack or
-            region gets the rate of its fastest node.
+            region gets the rate of its fastest node, and an NVLink domain the sum of its nodes' rates. NVLink between
+            nodes keeps its own.
     """
     if not rates or cluster.depth == 1:
         return cluster
     known = dict(zip(cluster.units(0), rates, strict=True))
     levels = list(cluster.levels)
+    together = math.fsum if levels[1].link.nvlink else max
     for number in range(1, cluster.depth):
-        levels[number] = levels[number].with_rates(
-            [
-                max(rate for node, rate in known.items() if node[: len(unit)] == unit)
-                for unit in cluster.units(number - 1)
-            ]
-        )
+        if not levels[number].link.nvlink:
+            levels[number] = levels[number].with_rates(
+                [
+                    together([rate for node, rate in known.items() if node[: len(unit)] == unit])
+                    for unit in cluster.units(number - 1)
+                ]
+            )
     return replace(cluster, levels=tuple(levels))
 
 

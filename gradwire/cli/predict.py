@@ -89,8 +89,8 @@ class Question:
             loss=0.0 if self.options.loss is None else parse_loss(self.options.loss, "--loss"),
         )
         if len(self.options.ranks_per_node) > 1:
-            counts = self.options.ranks_per_node[:nodes]
-            whole = replace(whole, locations=tuple((node,) for node, count in enumerate(counts) for _ in range(count)))
+            counts = dict(zip(whole.units(0), self.options.ranks_per_node, strict=False))
+            whole = replace(whole, locations=tuple(node for node, count in counts.items() for _ in range(count)))
         share = (self.options.nics_per_node or 1) * payload_share(has_gpus=bool(self.machine.gpus))
         return with_node_rates(whole, [rate / 8 * share for rate in rates] if len(set(rates)) > 1 else [])
 

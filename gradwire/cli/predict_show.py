@@ -292,10 +292,10 @@ def table_of(*headings: str) -> Table:
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """Describe a cluster: its nodes, ranks, and the rate of a node towards the others."""
-    nic = cluster.levels[-1].link
-    by_node = [rate(each) for each in cluster.levels[-1].unit_rates]
-    shown = f"{', '.join(by_node)} of data by node" if by_node else f"{rate(nic.bytes_per_second)} of data a node"
+    """Describe a cluster: its nodes, ranks, and the rate of a node (or rack) towards the others."""
+    nic, unit = cluster.levels[-1].link, "rack" if cluster.depth > 2 else "node"
+    by_unit = [rate(each) for each in cluster.levels[-1].unit_rates]
+    shown = f"{', '.join(by_unit)} of data by {unit}" if by_unit else f"{rate(nic.bytes_per_second)} of data a {unit}"
     over = "over NVLink, no card" if nic.nvlink else f"through {nic.nics} NIC{'s' * (nic.nics > 1)}"
     return f"{cluster.describe()}, {shown} {over}"
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,9 +13,12 @@ from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.bootstrap.placement import INTER_NODE, PeerInfo, cluster_of
 from gradwire.comms.config import Config
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
+from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.topology.fabric import fabric_of
 from gradwire.topology.host_summary import Hardware
+from gradwire.topology.levels import levels_of
 from gradwire.topology.presets import dgx_h100, gb200_nvl72, p4d
+from support.simulate import simulate
 
 
 def peer_infos(hosts: str, locations: list[tuple[str, ...]] | None = None) -> list[PeerInfo]:
@@ -118,6 +122,83 @@ def test_hosts_of_one_nvlink_domain_are_joined_by_nvlink_and_others_by_their_nic
     assert not cluster_of([*infos[:4], *other], config).levels[1].link.nvlink
     alone, config = gpu_ranks("aaaa", **tray)
     assert cluster_of(alone, config).fabric is not None
+
+
+TRAYS = "".join(map(chr, range(ord("A"), ord("A") + 36)))
+"""Names of the hosts of two NVL72."""
+
+
+def trays(hosts: str, domains: dict[str, str], config: Config | None = None) -> tuple[list[PeerInfo], Config]:
+    """Ranks of GB200 trays, whose hosts are in these NVLink domains, or in none."""
+    machine = gb200_nvl72()
+    intra, inter = (level.bytes_per_second for level in levels_of(machine))
+    facts: dict[str, Any] = {"intra_node": intra, "inter_node": inter, "fabric": fabric_of(machine)}
+    infos, config = gpu_ranks(hosts, config, **facts)
+    named = [replace(each.hardware, nics=4, nvlink_domain=domains.get(each.host[0], "")) for each in infos]
+    return [replace(each, hardware=own) for each, own in zip(infos, named, strict=True)], config
+
+
+def test_several_nvlink_domains_are_racks_joined_by_the_nics_of_all_their_hosts() -> None:
+    """As `predict` plans for them: what a job chooses at run time and what was predicted are one plan."""
+    domains = {host: f"aa/{number // 18}" for number, host in enumerate(TRAYS)}
+    cluster = cluster_of(*trays("".join(host * 4 for host in TRAYS), domains))
+    predicted = cluster_of_machines(gb200_nvl72(), 36)
+    assert cluster.describe() == predicted.describe() == "36 nodes x 4 ranks, 2 racks"
+    assert cluster.levels == predicted.levels
+    hosts = trays("AAAABBBB", {})[0], Config()
+    (_, between, across), host = cluster.levels, cluster_of(*hosts).levels[1].link
+    assert between.link.nvlink and not across.link.nvlink
+    assert (across.link.bytes_per_second, across.link.nics) == (18 * host.bytes_per_second, 72)
+    generator = np.random.default_rng(0)
+    inputs = [generator.integers(-1000, 1000, 1009) for _ in range(cluster.size)]
+    for name in ("flat", "hierarchical", "leader"):
+        plan = plan_all_reduce(cluster, 8072, name=name, chunks=2, library="nccl")
+        results, sent = simulate(cluster, plan, inputs, element_nbytes=8)
+        assert all(np.array_equal(result, sum(inputs)) for result in results), name
+        if name != "flat":
+            assert sent["inter_rack"] == 8072, "a bucket leaves a domain once: 2 (n - 1)/n of it, with n = 2"
+
+
+@pytest.mark.parametrize(
+    ("domains", "racks"),
+    [
+        ({"A": "x/1", "B": "x/1", "C": "x/2", "D": "x/2"}, ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ({"A": "x/1", "C": "x/1", "B": "x/2", "D": "x/2"}, ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ({"A": "x/1", "B": "x/1", "C": "x/1"}, ((0, 1, 2, 3, 4, 5), (6, 7))),
+        ({"A": "x/1", "B": "x/1"}, ((0, 1, 2, 3), (4, 5), (6, 7))),
+    ],
+)
+def test_hosts_outside_of_a_domain_are_racks_of_their_own(
+    domains: dict[str, str], racks: tuple[tuple[int, ...], ...]
+) -> None:
+    cluster = cluster_of(*trays("AABBCCDD", domains))
+    assert tuple(cluster.ranks(unit) for unit in cluster.units(1)) == racks
+    assert [level.link.nvlink for level in cluster.levels] == [False, True, False]
+    assert cluster.fabric is None and cluster.equal_sums
+
+
+def test_domains_of_one_host_each_change_nothing() -> None:
+    apart = cluster_of(*trays("AABB", {"A": "x/1", "B": "x/2"}))
+    assert apart == cluster_of(*trays("AABB", {})) and apart.fabric is not None
+
+
+def test_rates_that_are_given_are_of_the_nics_and_never_of_nvlink() -> None:
+    joined = {"A": "x/1", "B": "x/1", "C": "x/2", "D": "x/2"}
+    infos, config = trays("ABCD", joined, Config(nic_bytes_per_second=1e9))
+    levels = cluster_of([replace(infos[0], nic_bytes_per_second=3e9), *infos[1:]], config).levels
+    assert levels[1].link.nvlink and not levels[1].unit_rates
+    assert levels[2].unit_rates == (4e9, 2e9)
+    assert cluster_of(*trays("AABB", {"A": "x/1", "B": "x/1"}, config)).levels[1].link.nvlink
+
+
+def test_racks_of_the_user_stay_and_nvlink_joins_the_nodes_inside_if_that_is_true_of_all() -> None:
+    joined = {"A": "x/1", "B": "x/1", "C": "x/2", "D": "x/2"}
+    for domains, nvlink in ((joined, True), (joined | {"D": "x/3"}, False)):
+        infos, config = trays("ABCD", domains)
+        placed = [replace(each, location=("row", "ab")[each.rank // 2 :][:1]) for each in infos]
+        cluster = cluster_of(placed, config)
+        assert cluster.depth == 3 and cluster.levels[1].link.nvlink is nvlink
+        assert not cluster.levels[2].link.nvlink
 
 
 def test_few_ranks_drive_few_nics() -> None:

@@ -26,6 +26,7 @@ from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.comms.run.lane_executor import LaneExecutor
 from gradwire.comms.transport.works import Done
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+from gradwire.topology.nvlink_domain import joined_by_nvlink
 from support.simulate import simulate, transfers_of, two_level_cluster
 from support.threads import ThreadGroup, run_ranks
 
@@ -53,6 +54,9 @@ CLUSTERS = {name: two_level_cluster(nodes, *LINKS[:2]) for name, nodes in NODES.
     "3+1+1, links differ": with_node_rates(two_level_cluster(NODES["3+1+1 mixed"], *LINKS[:2]), [4e7, 2e7, 3e7]),
     "three levels, links differ": with_node_rates(
         uniform_cluster((2, 3, 2), LEVELS[:3]), [4e7, 1e7, 4e7, 3e7, 4e7, 4e7]
+    ),
+    "NVLink domains and a host": joined_by_nvlink(
+        two_level_cluster([0, 0, 1, 1, 2, 2, 3, 3, 4, 4], *LINKS[:2]), [*"aaaabbbb", "", ""]
     ),
     "uneven racks": Cluster(((0, 0), (0, 0), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1), (1, 1)), LEVELS[:3]),
 }
