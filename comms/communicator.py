@@ -163,11 +163,11 @@ class Communicator:
         store = polling(self.plain_store)
         cluster = cluster_of(peer_infos, config)
         self.rank_plans = RankPlans(cluster, rank, device.type, config, compressor)
-        directory = None if server is None else _directory(peer_infos, cluster, rank, server)
+        peer_table = None if server is None else _peer_table(peer_infos, cluster, rank, server)
         if failure_policy is not None:
             reporter = failure_policy.reporter
         elif reporter is None:
-            reporter = StoreFailureReporter(store, rank, size, directory=directory)
+            reporter = StoreFailureReporter(store, rank, size, peer_table=peer_table)
         self._reporter = reporter
         # Transports, which connect later, and the executor.
         interface = None
@@ -186,7 +186,7 @@ class Communicator:
             interface,
             nccl_groups=_nccl_groups(name, cluster, device, group, global_ranks) if device.type == "cuda" else None,
             connections=_connections(config, self.rank_plans),
-            ended=None if directory is None else directory.exited,
+            ended=None if peer_table is None else peer_table.exited,
         )
         # On CUDA nothing may connect during a step. CPU groups that a session has not connected connect at first use.
         self._connected = device.type != "cuda"
@@ -612,7 +612,7 @@ def _check(flat: Tensor, scale: float, device: torch.device) -> None:
         raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
 
 
-def _directory(peer_infos: PeerInfos, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
+def _peer_table(peer_infos: PeerInfos, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
     """Makes the table of the ranks' probe addresses, with the ranks of this rank's node and its own probe server."""
     addresses = {each.rank: address for each in peer_infos if (address := each.address) is not None}
     node = next(node for node in cluster.nodes if rank in node)

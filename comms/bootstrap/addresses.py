@@ -47,7 +47,7 @@ def own_addresses(toward: str | None = None, seconds: float = LOOK_UP_SECONDS) -
         seconds: Timeout of resolving its name; 0 does not wait.
     """
     first = sources((socket.AF_INET6 if ":" in each else socket.AF_INET, each) for each in _found(toward, seconds))
-    others = sorted([*sources(ROUTES), *interface_addresses()], key=lambda each: (_is_a_makeshift(each), ":" in each))
+    others = sorted([*sources(ROUTES), *interface_addresses()], key=lambda each: (_is_link_local(each), ":" in each))
     outside = [each for each in dict.fromkeys([*first, *others]) if is_outside(each)]
     return [*outside[:MOST_ADDRESSES], LOOPBACK]
 
@@ -73,7 +73,10 @@ def interface_addresses() -> list[str]:
 
 
 def host_addresses() -> list[HostAddress]:
-    """Return the addresses of this host with interface and network; see `interface_addresses`."""
+    """Return the addresses of this host's interfaces, each with its interface and network.
+
+    Empty if the kernel does not list them, as outside Linux. Tentative and duplicate addresses are left out.
+    """
     if not hasattr(socket, "AF_NETLINK"):
         return []
     try:
@@ -144,7 +147,7 @@ def is_outside(address: str) -> bool:
     )
 
 
-def _is_a_makeshift(address: str) -> bool:
+def _is_link_local(address: str) -> bool:
     """Whether an address is link-local (169.254.x.y), which is self-assigned: other hosts may have the same."""
     return ip_address(address).is_link_local
 
@@ -157,6 +160,7 @@ class _LookUps:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # Guards _threads.
+        # Host name -> thread that resolves it, and addresses found; each thread sets the entry of its own host.
         self._threads: dict[str, threading.Thread] = {}
         self._addresses: dict[str, list[str]] = {}
 

@@ -101,7 +101,7 @@ class Agreement:
         place = f"consensus/{self._name}/{self._round}"
         self._store.set(f"{place}/{self.rank}", json.dumps(value))
         if self.rank == 0:
-            return self._preside(place, rule)
+            return self._decide_for_all(place, rule)
         try:
             self._store.wait([f"{place}/verdict"], self._timeout, self._peer_check(place, [0]))
         except StoreUnreachableError:
@@ -158,15 +158,15 @@ class Agreement:
         """
         # Compare digests; most calls end here.
         text = json.dumps(list(facts.items()))
-        said = self.gather(hashlib.sha256(text.encode()).hexdigest())
+        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
         like = like or [0] * self.size
-        other = next((rank for rank, each in enumerate(said) if each != said[like[rank]]), None)
+        other = next((rank for rank, each in enumerate(digests) if each != digests[like[rank]]), None)
         if other is None:
             return
         # Get the facts of the first rank that differs and of the rank that it must equal, and name the first one.
         pair = like[other], other
-        heard = self.gather(text if self.rank in pair else "")
-        first, second = (dict(_FACTS.read(heard[rank])) for rank in pair)
+        texts = self.gather(text if self.rank in pair else "")
+        first, second = (dict(_FACTS.read(texts[rank])) for rank in pair)
         one, another = (self._names[rank] for rank in pair)
         for name in [*first, *second]:
             here, there = first.get(name, "not there"), second.get(name, "not there")
@@ -180,8 +180,13 @@ class Agreement:
             "ranks"
         )
 
-    def _preside(self, place: str, rule: Callable[[list[object]], object]) -> object:
-        """Collect the values, apply the rule, and publish the verdict; rank 0 only."""
+    def _decide_for_all(self, place: str, rule: Callable[[list[object]], object]) -> object:
+        """Collect the values, apply the rule, publish the verdict and return its result; rank 0 only.
+
+        Args:
+            place: Prefix of the keys of this round in the store.
+            rule: See `decide`.
+        """
         try:
             values = self._values(place)
             verdict = [REFUSED, self._missing(place)] if values is None else ["accepted", rule(values)]

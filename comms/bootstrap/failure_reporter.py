@@ -44,7 +44,7 @@ PATIENCE = timedelta(seconds=15)
 """Time that survivors wait for the others' reports, in addition to the time between two polls. Most ranks report within
 a second; the rest is for busy machines."""
 
-CALLING_AFTER = timedelta(seconds=2)
+PROBE_AFTER = timedelta(seconds=2)
 """Delay after a failure before ranks that have not reported are probed directly."""
 
 STORE_PATIENCE = timedelta(seconds=5)
@@ -113,7 +113,15 @@ class FailureReporter(ABC):
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
-        """Report a failure to the other ranks and return the error to raise; see `StoreFailureReporter.diagnose`."""
+        """Report a failure of this rank to the other ranks, and return the error to raise.
+
+        Args:
+            error: Error that the transport raised.
+            phase: Operation and phase, such as `all_reduce inter_node`.
+            members: Ranks of the failed collective, as the group numbers them; empty if unknown.
+            launches: Number of launches that this rank has started, if all ranks count them.
+            waiting: Whether the device waits for other ranks.
+        """
 
 
 class AbortSignal:
@@ -158,10 +166,10 @@ class AbortSignal:
 
 
 class _PolledAbortSignal(AbortSignal):
-    """An `AbortSignal` that is polled while ranks work: a store that is late or gone is no failure.
+    """An `AbortSignal` that is polled while ranks work; a store that does not answer counts as no signal.
 
     Args:
-        store: As in `AbortSignal`.
+        store: Store shared by the ranks, with a prefix of its own.
         rank: This rank.
     """
 
@@ -249,8 +257,8 @@ class StoreFailureReporter(FailureReporter):
         store: Store shared by all ranks, with a prefix of its own, whose waits block no other user.
         rank: This rank.
         size: Number of ranks.
-        everybody: Returns the ranks that may be missing, and is called after a failure; None means all ranks.
-        directory: Addresses of the other ranks; None if they publish them in the store (see `publish`).
+        may_miss: Returns the ranks that may be missing, and is called after a failure; None means all ranks.
+        peer_table: Addresses of the other ranks; None if they publish them in the store (see `publish`).
     """
 
     def __init__(
@@ -258,25 +266,33 @@ class StoreFailureReporter(FailureReporter):
         store: Store,
         rank: int,
         size: int,
-        everybody: Callable[[], Iterable[int]] | None = None,
-        directory: PeerTable | None = None,
+        may_miss: Callable[[], Iterable[int]] | None = None,
+        peer_table: PeerTable | None = None,
     ) -> None:
         polling = store if isinstance(store, PollingStore) else PollingStore(store, STORE_PATIENCE, ranks=size)
         self._abort = _PolledAbortSignal(polling, rank)
-        self._directory = directory or PeerTable("", rank, {})
-        super().__init__(rank, Failures((self._directory.reported_failure, self._abort.poll), self._abort.try_set))
+        self._peer_table = peer_table or PeerTable("", rank, {})
+        super().__init__(rank, Failures((self._peer_table.reported_failure, self._abort.poll), self._abort.try_set))
         self._store = polling.within(STORE_PATIENCE)
         self._size = size
-        self._everybody = everybody or (lambda: range(size))
+        self._may_miss = may_miss or (lambda: range(size))
         self._group: Sequence[int] = range(size)
 
     def signal_abort(self, reason: str, *, directly: bool = False) -> None:
-        """See `FailureReporter`. Also publishes this rank's report, so that peers do not wait for it."""
-        directory = self._directory
+        """Make the other ranks abort with this reason; does not wait for them.
+
+        Also publishes this rank's report: peers that collect reports after a failure then do not wait for it.
+
+        Args:
+            reason: Reason, for their error messages.
+            directly: Whether to notify up to `MOST_PROBES` peers at their probe servers, too, because the store may
+                end with this process.
+        """
+        peer_table = self._peer_table
         if directly:
             # Read the addresses first: peers may stop the store once the signal is set.
             with suppress(StoreUnreachableError):
-                directory = self._addresses_of(range(self._size), range(self._size))
+                peer_table = self._addresses_of(range(self._size), range(self._size))
         # Peers may see a connection of this rank close before they see the signal, and then quote this.
         seen = f"a reason to give up: {reason}"[:LONGEST_REASON]
         report = {"dead": [], "launches": 0, "waiting": True, "overdue": False, "seen": seen, "own": True}
@@ -286,7 +302,7 @@ class StoreFailureReporter(FailureReporter):
             log.debug("the store was unreachable before rank %d could publish its report: %s", self.rank, error)
         super().signal_abort(reason)
         if directly:
-            directory.notify(directory.probe_targets(()), PeerFailure(reason, FAILED))
+            peer_table.notify(peer_table.probe_targets(()), PeerFailure(reason, FAILED))
 
     @property
     def plain_store(self) -> Store:
@@ -308,18 +324,18 @@ class StoreFailureReporter(FailureReporter):
 
         It probes the ranks that have published an address.
         """
-        everybody = range(self._size)
+        members = range(self._size)
 
         def exited(ranks: Sequence[int]) -> list[int]:
             try:
-                return self._addresses_of(ranks, everybody).exited(ranks)
+                return self._addresses_of(ranks, members).exited(ranks)
             except StoreUnreachableError:
                 # The process that served the store may have exited after it notified this one.
                 if self.abort_reason() is None:
                     raise
                 return []
 
-        found = PeerWait(everybody, self.rank, exited, self.abort_reason)
+        found = PeerWait(members, self.rank, exited, self.abort_reason)
         found.notify = partial(self.signal_abort, directly=True)
         return found
 
@@ -332,8 +348,8 @@ class StoreFailureReporter(FailureReporter):
         server = ProbeServer.open()
         server.register(generation, self.rank)
         self._store.set(f"address/{self.rank}", PeerAddress.here(server.port, self._store.host).packed())
-        self._directory = PeerTable(generation, self.rank, {}, server=server)
-        self.failures.add_source(self._directory.reported_failure)
+        self._peer_table = PeerTable(generation, self.rank, {}, server=server)
+        self.failures.add_source(self._peer_table.reported_failure)
 
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
@@ -359,8 +375,8 @@ class StoreFailureReporter(FailureReporter):
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         overdue = PeerFailure.of(error).source == OVERDUE
         first = self.failures.first
-        told = first is not None and first.reported_by not in (None, self.rank) and first.reason in str(error)
-        seen = "" if told else f"{phase} fail: {cause}"[:LONGEST_REASON]
+        from_peer = first is not None and first.reported_by not in (None, self.rank) and first.reason in str(error)
+        seen = "" if from_peer else f"{phase} fail: {cause}"[:LONGEST_REASON]
         # gloo raises RuntimeError for failures of peers, too.
         own = type(error) is not RuntimeError and not isinstance(error, PeerError)
         report = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
@@ -378,7 +394,7 @@ class StoreFailureReporter(FailureReporter):
         else:
             who = f"none of the {self._size} ranks is missing"
             others = [f"rank {rank} saw {text}" for rank, text in verdict.seen.items() if text != seen]
-            cause = "; ".join([*([] if told and others else [cause]), *others])
+            cause = "; ".join([*([] if from_peer and others else [cause]), *others])
         return CollectiveError(f"{phase} failed on rank {self.rank}: {who}. Cause: {cause}", missing)
 
     def _without_store(
@@ -389,18 +405,19 @@ class StoreFailureReporter(FailureReporter):
         The first rank to do so notifies the peers of the result: they would take its own exit for the failure.
         """
         reason = str(store_error).splitlines()[0].rstrip(".")
-        if (told := self._directory.reported_failure()) is not None:
-            missing = tuple(sorted({*dead, *told.ranks} - {self.rank}))
+        # Another rank may have probed the peers already, and notified this one of the result.
+        if (reported := self._peer_table.reported_failure()) is not None:
+            missing = tuple(sorted({*dead, *reported.ranks} - {self.rank}))
             return CollectiveError(
-                f"{what}: {self._who(missing, ', and ')}{reason}. {told.reason}. Cause: {cause}", missing
+                f"{what}: {self._who(missing, ', and ')}{reason}. {reported.reason}. Cause: {cause}", missing
             )
-        found = self._directory.probe(self._directory.probe_targets(members))
+        found = self._peer_table.probe(self._peer_table.probe_targets(members))
         of = {
             outcome: [rank for rank, each in found.items() if each == outcome]
             for outcome in (ENDED, REFUSED, SILENT, ANSWERS)
         }
         missing = tuple(sorted((dead | set(of[ENDED])) - {self.rank}))
-        heard = f"Of the ranks that rank {self.rank} has called at their own ports, " + "; ".join(
+        result = f"Of the ranks that rank {self.rank} has probed at their own ports, " + "; ".join(
             f"{_list(ranks)} {outcome if len(ranks) == 1 else outcome_of_many}"
             for (outcome, ranks), outcome_of_many in zip(
                 of.items(), ("have ended", "refuse connections", "do not answer", "answer"), strict=True
@@ -408,13 +425,13 @@ class StoreFailureReporter(FailureReporter):
             if ranks
         )
         if of[SILENT] and not of[ENDED]:
-            heard += " (who does not is stopped, or cut off from this host)"
+            result += " (a rank that does not is stopped, or cut off from this host)"
         if of[REFUSED]:
-            heard += " (who refuses them has ended, or a firewall rejects them)"
+            result += " (a rank that refuses them has ended, or a firewall rejects them)"
         if not found:
-            heard = "No rank could be called"
-        self._directory.notify(of[ANSWERS], PeerFailure(heard, FAILED, missing, self.rank))
-        return CollectiveError(f"{what}: {self._who(missing, ', and ')}{reason}. {heard}. Cause: {cause}", missing)
+            result = "No rank could be probed"
+        self._peer_table.notify(of[ANSWERS], PeerFailure(result, FAILED, missing, self.rank))
+        return CollectiveError(f"{what}: {self._who(missing, ', and ')}{reason}. {result}. Cause: {cause}", missing)
 
     def _who(self, missing: Sequence[int], then: str = "") -> str:
         if not missing:
@@ -460,14 +477,14 @@ class StoreFailureReporter(FailureReporter):
             own: This rank's report.
             deadline: Monotonic seconds.
         """
-        reports, silent, dead = {self.rank: own}, set(self._everybody()) - {self.rank}, set(own["dead"])
+        reports, silent, dead = {self.rank: own}, set(self._may_miss()) - {self.rank}, set(own["dead"])
         began = time.monotonic()
-        probing = began + CALLING_AFTER.total_seconds() + poll_seconds(self._size)
+        probing = began + PROBE_AFTER.total_seconds() + poll_seconds(self._size)
         nap_seconds, thorough = NAP_SECONDS, began
         while True:
             now = time.monotonic()
             last = now > deadline
-            # Read whole blocks each time, single ranks only now and then.
+            # Read whole blocks each time, single ranks at growing intervals.
             one_by_one = last or self._size <= BLOCK or now >= thorough
             if one_by_one:
                 thorough = now + 2 * (now - began) + POLL_SECONDS
@@ -519,8 +536,8 @@ class StoreFailureReporter(FailureReporter):
         Raises:
             StoreUnreachableError: The addresses are in the store, and it does not answer.
         """
-        if self._directory.addresses:
-            return self._directory
+        if self._peer_table.addresses:
+            return self._peer_table
         wanted = set(sorted(silent)[:MOST_PROBES])
         for rank in tuple(wanted):
             wanted |= set(sorted(living, key=lambda each: abs(each - rank))[:INDIRECT_PROBES])
@@ -531,7 +548,7 @@ class StoreFailureReporter(FailureReporter):
                     addresses[rank] = PeerAddress.unpacked(self._store.read(f"address/{rank}"))
                 except MessageError as error:
                     log.debug("the address of rank %d is malformed: %s", rank, error)
-        return replace(self._directory, addresses=addresses)
+        return replace(self._peer_table, addresses=addresses)
 
     def _read(self, ranks: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
         """Read the reports of some ranks; empty if one of them has none. A malformed report counts as none."""

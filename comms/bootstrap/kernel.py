@@ -45,7 +45,7 @@ _MOST_PACED = 2**32 - 2
 LISTENING = "0A"
 """State of a listening socket in these files."""
 
-CALL_SECONDS, CALLS_SECONDS = 1.0, 2.0
+CONNECT_SECONDS, ALL_CONNECTS_SECONDS = 1.0, 2.0
 """Timeouts of connecting to one address of a process, and to all of them."""
 
 KERNEL_DIGITS = 12
@@ -197,7 +197,7 @@ def is_listened_at(port: int) -> bool | None:
 
 
 def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
-    """Return the state of a process's port: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`. May take `CALLS_SECONDS`.
+    """Return if a process listens: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`. Takes `ALL_CONNECTS_SECONDS` at most.
 
     Args:
         kernel: `own_kernel()` of that process.
@@ -208,9 +208,9 @@ def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
         listened_at = is_listened_at(port)
         if listened_at is not None:
             return LISTENS if listened_at else ENDED
-    deadline, found = time.monotonic() + CALLS_SECONDS, UNKNOWN
+    deadline, found = time.monotonic() + ALL_CONNECTS_SECONDS, UNKNOWN
     for address in of_others(addresses):
-        seconds = min(CALL_SECONDS, deadline - time.monotonic())
+        seconds = min(CONNECT_SECONDS, deadline - time.monotonic())
         if seconds <= 0:
             break
         try:
@@ -230,7 +230,7 @@ def of_others(addresses: Sequence[str]) -> list[str]:
     return [each for each in addresses if each not in own]
 
 
-def to_call(kernel: str, addresses: Sequence[str]) -> list[str]:
+def addresses_to_try(kernel: str, addresses: Sequence[str]) -> list[str]:
     """Return the addresses to connect to, in order; the loopback first if the process runs on this kernel."""
     if kernel and kernel == own_kernel():
         return [LOOPBACK, *(each for each in addresses if each != LOOPBACK)]

@@ -95,7 +95,7 @@ class Heartbeat:
         BackgroundThread(
             f"gradwire heartbeat {rank}",
             self._run,
-            without="the thread of the liveness ring tells its neighbours that this process is there, if more rarely",
+            without="the thread of the liveness ring sends the heartbeats of this process instead, if more rarely",
             on_failure=self._fail,
             awaited=False,
         ).start()
@@ -111,7 +111,7 @@ class Heartbeat:
             silent = time.monotonic() - max(peer.last, self._resumed)
             if peer.known and waited > patience and silent > patience:
                 rank = _sure(peer.rank)
-                reason = f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped"
+                reason = f"no heartbeat from rank {rank} for {silent:.0f} s: its process is stopped"
                 raise failure_error(reason, SILENT, rank)
 
     def send_if_failed(self) -> None:
@@ -130,6 +130,7 @@ class Heartbeat:
         self._failed = True
 
     def _run(self) -> None:
+        """Send heartbeats until `end`; the heartbeat thread."""
         before = time.monotonic()
         while not self._ended.wait(self._seconds):
             now = time.monotonic()
@@ -162,7 +163,7 @@ class LivenessRing:
             stopped process is detected. None leaves those to timeouts.
         across: Rank on another host to connect to as well, so that a host that is lost as a whole is detected. None for
             no such rank.
-        comes_within: Seconds after which a next rank that has not joined, or is unreachable, ends the ring, with no
+        join_seconds: Seconds after which a next rank that has not joined, or is unreachable, ends the ring, with no
             rank named as failed. None leaves that to timeouts.
         may_be_unreached: A next rank that has joined and is unreachable is left to timeouts all the same.
 
@@ -182,7 +183,7 @@ class LivenessRing:
         launches: Callable[[], int] = lambda: 0,
         waited: Callable[[], float] | None = None,
         across: int | None = None,
-        comes_within: float | None = None,
+        join_seconds: float | None = None,
         may_be_unreached: bool = False,
     ) -> None:
         self._rank = rank
@@ -204,12 +205,12 @@ class LivenessRing:
         self._heartbeat: Heartbeat | None = None
         leave_to_parent(self)
         if waited is not None:
-            self._dialer.next.expect(comes_within, may_be_unreached)
+            self._dialer.next.expect(join_seconds, may_be_unreached)
             self._heartbeat = Heartbeat(rank, self._connections, self._poll_seconds, waited)
         self.thread = BackgroundThread(
             f"gradwire liveness {rank}",
             self._run,
-            without="ranks that are lost show by time-outs alone",
+            without="ranks that fail are detected only by timeouts",
             on_failure=self._fail,
             end=self._connections.wake,
         )
@@ -258,6 +259,7 @@ class LivenessRing:
             try:
                 stays = bool(received) and self._handle(connection, peer)
             except PeerError as error:
+                # A failure that a neighbour forwards: this rank has reported one already.
                 log.debug("rank %d knows of it already: %s", self._rank, error)
                 peer.received, stays = b"", True
             if not stays:
@@ -266,12 +268,13 @@ class LivenessRing:
                     self.closed.add(_sure(peer.rank))
 
     def _fail(self, error: BaseException) -> None:
-        """Ends the heartbeats and closes all connections, if the ring's thread has not come far enough to do so."""
+        """Stop the heartbeats and close all connections, in case the ring's thread failed before it did so."""
         if self._heartbeat is not None:
             self._heartbeat.end()
         self._connections.close()
 
     def _run(self) -> None:
+        """Run the ring until it is closed or a rank has failed; the ring's thread."""
         with selectors.DefaultSelector() as selector:
             self._connections.selector = selector
             try:
@@ -457,5 +460,6 @@ class LivenessRing:
 
 
 def _sure(rank: int | None) -> int:
+    """Return the rank of a connection whose handshake is complete, for the type checker."""
     assert rank is not None
     return rank

@@ -101,7 +101,15 @@ def init_mpi_process_group(backend: str | None = None, timeout: timedelta = DEFA
 
 
 def open_store(place: MpiPlace, timeout: timedelta) -> TCPStore:
-    """Serve the store on rank 0, or connect to it on the others."""
+    """Serve the store on rank 0, or connect to it on the others.
+
+    Args:
+        place: Result of `find_place`, whose port rank 0 has reserved.
+        timeout: Time for all ranks to connect, and timeout of each request after that.
+
+    Raises:
+        RuntimeError: A rank did not connect in time.
+    """
     try:
         return TCPStore(place.address, place.port, place.world_size, place.rank == 0, timeout)
     finally:
@@ -157,4 +165,4 @@ def rendezvous(
     """
     place = find_place()
     yield open_store(place, timeout), place.rank, place.world_size
-    raise RuntimeError("`mpi://` meets once: MPI's ranks cannot be started again one by one")
+    raise RuntimeError("`mpi://` can be used once per process: MPI's ranks cannot be restarted one by one")

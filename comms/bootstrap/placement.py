@@ -36,12 +36,13 @@ class PeerInfo:
         rank: Rank in the group.
         size: Size of the group, as this rank knows it.
         host: Host name, boot id and device number of /dev/shm.
-        location: Names of the rack, the region and so on above the node, outermost first.
+        location: Names of the groups that its node belongs to, such as region and rack, outermost first.
         device: Type of the gradients' device: `cpu` or `cuda`.
         torch_version: Version of torch, `torch.__version__`.
-        hardware: Bytes per second inside and outside of the machine, nearest NIC, GPU fabric.
+        hardware: Summary of its machine's topology: bytes per second inside the machine and to the network, nearest
+            NIC, GPU fabric.
         shared: Settings that must be equal on all ranks, by name.
-        nic_bytes_per_second: Rate of its node towards other nodes, if configured.
+        nic_bytes_per_second: Bytes per second that its node can send to other nodes; None if not configured.
         port: Port of its probe server; 0 if it has none.
         addresses: IP addresses of its host, best first.
         kernel: Id of the kernel of its process; empty if unknown.
@@ -199,6 +200,7 @@ def _node_rates(infos: Sequence[PeerInfo], cluster: Cluster) -> list[float]:
 
 
 def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) -> Cluster:
+    """Return a cluster whose lowest level has the link `intra`, and all levels above it `inter`."""
     links = (intra, *[inter] * len(locations[0]))
     return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
 
@@ -256,7 +258,7 @@ def _driven_nics(infos: Sequence[PeerInfo], node: Sequence[int]) -> tuple[int | 
 
 
 def _common(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:
-    """Return the features that all nodes' fabrics have; None if one is unknown."""
+    """Return a fabric with the features that all nodes have and the slowest of their networks; None if unknown."""
     known = [fabric for fabric in fabrics if fabric is not None]
     if len(known) < len(fabrics):
         return None
@@ -280,4 +282,5 @@ def _slowest(rates: Sequence[float | None]) -> float | None:
 
 
 def _number(numbers: dict[tuple[object, ...], int], name: tuple[object, ...]) -> int:
+    """Return the number of a name: the next free one for a new name, which is added to `numbers`."""
     return numbers.setdefault(name, len(numbers))

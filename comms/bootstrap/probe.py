@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from gradwire.comms.bootstrap.addresses import LOOK_UP_SECONDS, listener, own_addresses
 from gradwire.comms.bootstrap.failures import LONGEST_FAILURE_NBYTES, PeerFailure
 from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
-from gradwire.comms.bootstrap.kernel import listener_state, own_kernel, to_call
+from gradwire.comms.bootstrap.kernel import addresses_to_try, listener_state, own_kernel
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread, call_each
 from gradwire.comms.boundary.messages import Addresses, Kernel, MessageType, Port
@@ -101,7 +101,7 @@ class ProbeServer:
         BackgroundThread(
             "gradwire probe server",
             self._serve,
-            without="other ranks that ask whether this one has ended hear that it does not answer",
+            without="probes of other ranks find that this process does not answer",
             on_failure=self._fail,
             awaited=False,
         ).start()
@@ -251,12 +251,16 @@ class PeerAddress:
         return cls(port, tuple(own_addresses(toward, seconds)), own_kernel())
 
     def state(self) -> str:
-        """Ask the kernel of its host whether a process listens there; see `listener_state`."""
+        """Return whether a process listens there, as far as this host's kernel or a connection attempt can tell.
+
+        Returns:
+            `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN` of kernel.py. May take some seconds.
+        """
         return listener_state(self.kernel, self.port, self.addresses)
 
     def to_try(self) -> list[str]:
-        """Return the IP addresses to connect to, in order."""
-        return to_call(self.kernel, self.addresses)
+        """Return the IP addresses to connect to, best first; the loopback first if the process is on this host."""
+        return addresses_to_try(self.kernel, self.addresses)
 
     @classmethod
     def unpacked(cls, text: bytes) -> "PeerAddress":
@@ -361,6 +365,7 @@ class PeerTable:
 
     def _send_to_all(self, ranks: Sequence[int], request: bytes) -> dict[int, str]:
         """Send one request to several ranks, a thread for each, and return the outcome by rank."""
+        # Invariant: at most MOST_PROBES threads and connections at a time.
         known = [rank for rank in ranks if rank in self.addresses][:MOST_PROBES]
         if not known:
             return {}

@@ -131,8 +131,8 @@ class PeerInfos(Sequence[PeerInfo]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         rank = range(len(self))[index]
-        said: Any = {name: values[self._columns[name][1][rank]] for name, values in self._parsed.items()}
-        return PeerInfo(rank=rank, **said)
+        own: Any = {name: values[self._columns[name][1][rank]] for name, values in self._parsed.items()}
+        return PeerInfo(rank=rank, **own)
 
     def __eq__(self, other: object) -> bool:
         """Compare the infos; the generation does not count."""
@@ -141,7 +141,7 @@ class PeerInfos(Sequence[PeerInfo]):
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
     def pack(self) -> bytes:
-        """Serialize; see `unpack`."""
+        """Serialize into compressed bytes, which `unpack` parses on another rank."""
         return _pack(self._columns)
 
     @classmethod
@@ -185,7 +185,7 @@ def exchange(
     polling = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=own.size)
     rank = (_Leader if own.rank == 0 else _Follower)(polling, own, timeout, server, ended)
     try:
-        return rank.meet()
+        return rank.run()
     except StoreUnreachableError as error:
         rank.leave()
         raise StoreUnreachableError(f"rank {own.rank} of {own.size} could not finish its start-up: {error}") from error
@@ -195,15 +195,7 @@ def exchange(
 
 
 class _Rank:
-    """Common part of rank 0 and the other ranks.
-
-    Args:
-        store: See `exchange`.
-        own: See `exchange`.
-        timeout: See `exchange`.
-        server: See `exchange`.
-        ended: See `exchange`.
-    """
+    """Part of the rendezvous that rank 0 and the other ranks have in common; arguments as those of `exchange`."""
 
     def __init__(
         self,
@@ -267,7 +259,11 @@ class _Rank:
         return ValueError(reason)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
-        """Probe ranks, at the addresses published now or in an earlier meeting, and return those that have exited."""
+        """Probe ranks at the addresses they have published, now or in an earlier group, and return those that exited.
+
+        Args:
+            ranks: Ranks to probe; those without a known address are skipped.
+        """
         addresses = {}
         for rank in ranks:
             if self._generation and self._store.check([f"{self._generation}/rank/{rank}"]):
@@ -283,18 +279,18 @@ class _Rank:
             found += self._ended_before([rank for rank in ranks if rank not in addresses])
         return sorted(found)
 
-    def _warn_once(self, late: Callable[[], Sequence[int]]) -> None:
+    def _warn_once(self, missing: Callable[[], Sequence[int]]) -> None:
         """Log once, after `LATE_SECONDS`, which ranks all wait for.
 
         Args:
-            late: Returns those ranks.
+            missing: Returns those ranks.
         """
         if time.monotonic() <= self._warns_at:
             return
         self._warns_at = math.inf
         log.warning(
-            "rank %s of %d has not come for %g s; the others wait until `timeout`, %g s in all: look at its output",
-            ", ".join(map(str, late())),
+            "rank %s of %d has not joined after %g s; the others wait until `timeout`, %g s in all: look at its output",
+            ", ".join(map(str, missing())),
             self._own.size,
             LATE_SECONDS,
             self._timeout.total_seconds(),
@@ -316,8 +312,8 @@ class _Rank:
 class _Leader(_Rank):
     """Rank 0: draws the generation id, and decides the outcome."""
 
-    def meet(self) -> PeerInfos:
-        """Run the rendezvous; see `exchange`."""
+    def run(self) -> PeerInfos:
+        """Return the infos of all ranks once they have joined; otherwise publish for all ranks why they cannot."""
         self._announce(uuid.uuid4().hex[:GENERATION_NBYTES])
         self._publish(self._generation)
         blocks = [f"{self._generation}/block/{number}" for number in range(-(-self._own.size // BLOCK))]
@@ -352,7 +348,12 @@ class _Leader(_Rank):
         return found
 
     def _announce(self, generation: str, outcome: dict[str, object] | None = None) -> None:
-        """Publish rank 0's record; see `_Round`."""
+        """Publish rank 0's record under `ROUND`, for the other ranks to follow.
+
+        Args:
+            generation: Generation id.
+            outcome: None while ranks join; empty if all have; else `refused`, `missing` or `ended` -> reason or ranks.
+        """
         self._generation = generation
         record = {
             "generation": generation,
@@ -382,13 +383,13 @@ class _Leader(_Rank):
 class _Follower(_Rank):
     """Every other rank: follows the generation id of rank 0."""
 
-    def meet(self) -> PeerInfos:
-        """Run the rendezvous; see `exchange`."""
-        naps, came = self._naps(), False
+    def run(self) -> PeerInfos:
+        """Return the infos of all ranks once rank 0 has published that all have joined, or raise its outcome."""
+        naps, announced = self._naps(), False
         while True:
-            came = came or self._store.check([ROUND])
+            announced = announced or self._store.check([ROUND])
             # Follow rank 0: join a generation that is open, end with one that has an outcome.
-            if came:
+            if announced:
                 record = asdict(_ROUND.read(self._store.read(ROUND)))
                 if record["generation"] != self._generation and record["outcome"] is None:
                     self._follow(record)
@@ -446,6 +447,7 @@ class _Follower(_Rank):
         self._deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS + Naps(self._own.size).longest
 
     def _finish(self, outcome: dict[str, Any]) -> PeerInfos:
+        """Read the table of infos, or raise the error that rank 0 has published as the outcome."""
         if "refused" in outcome:
             raise self._refuse(outcome["refused"])
         if "missing" in outcome:
@@ -455,6 +457,7 @@ class _Follower(_Rank):
         return PeerInfos.unpack(self._generation, self._store.read(f"{self._generation}/all"))
 
     def _timed_out(self) -> RuntimeError:
+        """Return the error after this rank's timeout: rank 0 did not join, or did not finish."""
         if not self._generation:
             return self._did_not_join([0])
         return RuntimeError(

@@ -168,7 +168,7 @@ class MemberRecords:
         return True
 
     def state_of(self, rank: int) -> str:
-        """Return whether a rank's process lives; see `rank_state`."""
+        """Return whether a rank's process lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN` of kernel.py."""
         return rank_state(self._store, rank)
 
     def raise_if_peer_left(self, started: int) -> None:
@@ -395,13 +395,19 @@ class Neighbour:
         self.checks: deque[tuple[float, bool]] = deque()
         self.may_be_unreached = False
 
-    def expect(self, comes_within: float | None, may_be_unreached: bool) -> None:
-        """Schedule the checks whether it joins; see `LivenessRing`."""
+    def expect(self, join_seconds: float | None, may_be_unreached: bool) -> None:
+        """Schedule the checks whether this rank joins.
+
+        Args:
+            join_seconds: Seconds from now after which it ends the ring if it has not joined, or is unreachable; None
+                leaves that to timeouts.
+            may_be_unreached: If it has joined and is unreachable, leave that to timeouts all the same.
+        """
         self.may_be_unreached = may_be_unreached
         began = time.monotonic()
         self.checks += [(began + seconds, False) for seconds in JOIN_CHECK_SECONDS]
-        if comes_within is not None:
-            self.checks.append((began + comes_within, True))
+        if join_seconds is not None:
+            self.checks.append((began + join_seconds, True))
 
 
 class Dialer:
@@ -486,8 +492,8 @@ class Dialer:
         if has_ended:
             raise failure_error(f"the process of rank {neighbour.rank} has ended", HAS_ENDED, neighbour.rank)
         log.warning(
-            "rank %d cannot reach rank %d at %s: if that rank is lost, this one hears of it from another rank or by "
-            "the time-out",
+            "rank %d cannot reach rank %d at %s: a failure of that rank will be reported by another rank, or by the "
+            "timeout",
             self._rank,
             neighbour.rank,
             neighbour.tried,

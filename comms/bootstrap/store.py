@@ -174,10 +174,11 @@ class PollingStore(Store):
     def _check(self, keys: Sequence[str], seconds: float) -> bool:
         return self._ask(f"check {_shortly(keys)}", lambda: self._store.check(list(keys)), seconds)
 
-    def _ask(self, words: str, request: Callable[[], Result], seconds: float | None = None) -> Result:
+    def _ask(self, description: str, request: Callable[[], Result], seconds: float | None = None) -> Result:
+        """Make a request: through the client's thread, or directly if the store is in this process."""
         if self._client is None:
             return request()
-        return self._client.ask(words, request, self._seconds if seconds is None else seconds)
+        return self._client.ask(description, request, self._seconds if seconds is None else seconds)
 
 
 class Naps:
@@ -201,22 +202,26 @@ class Naps:
 
 
 class _Request(Generic[Result]):
-    """Request that one thread waits for and the request thread makes.
+    """Request to the store that one thread waits for and the request thread makes.
 
     Args:
-        words: Request in words, for messages.
-        request: Makes it.
+        description: Operation and keys, such as `get left/3`, for messages.
+        request: Sends the request and returns the response.
 
     Attributes:
-        answered: Set once `answer` or `error` is there.
-        given_up: The caller has timed out.
+        description: See above.
+        request: See above.
+        answered: Set once `answer` or `error` is set.
+        timed_out: Whether the caller has stopped waiting; the request is then skipped, or its response is dropped.
+        answer: Response of the store.
+        error: Exception that the request has raised.
     """
 
-    def __init__(self, words: str, request: Callable[[], Result]) -> None:
-        self.words = words
+    def __init__(self, description: str, request: Callable[[], Result]) -> None:
+        self.description = description
         self.request = request
         self.answered = threading.Event()
-        self.given_up = False
+        self.timed_out = False
         self.answer: Result | None = None
         self.error: BaseException | None = None
 
@@ -229,55 +234,64 @@ class _Request(Generic[Result]):
 
 
 class _Client:
-    """Makes the requests to one store, on a thread that lives as long as there are requests.
+    """Makes the requests to one store, on a thread of its own that lives as long as there are requests.
+
+    Thread safety: all methods may be called from any thread.
 
     Invariant: no lock is held. A finalizer may make a request in whichever thread collects garbage, at any point; on
     the request thread itself the request is made at once.
 
     Args:
-        place: Store in words, for messages.
+        name: Name of the store in messages, such as `the store at HOST:PORT`.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._begin()
 
     def _begin(self) -> None:
+        """Start without requests and without a thread; in a forked child, too."""
         self._process = os.getpid()
         self._requests: SimpleQueue[_Request[object] | None] = SimpleQueue()
         self._threads: set[threading.Thread] = set()
         self._ends = False
         self._asking: _Request[object] | None = None
         self._asked_at = 0.0
-        self._heard = time.monotonic()
+        self._last_answer = time.monotonic()
         self._broken: str | None = None
 
     @property
     def is_answering(self) -> bool:
         """Whether the connection stands and no request is pending whose caller has timed out."""
         asking = self._asking
-        return self._broken is None and not (asking is not None and asking.given_up)
+        return self._broken is None and not (asking is not None and asking.timed_out)
 
     @property
     def silent_seconds(self) -> float:
         """Seconds since the last response."""
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._last_answer
 
     def give_up_if_silent(self, seconds: float) -> None:
         """Raise `StoreUnreachableError` if a request has been pending for `seconds`."""
         asking, waited = self._asking, time.monotonic() - self._asked_at
         if asking is not None and not asking.answered.is_set() and waited >= seconds:
-            raise StoreUnreachableError(self._silence(asking.words, waited))
+            raise StoreUnreachableError(self._silence(asking.description, waited))
 
-    def _silence(self, words: str, seconds: float) -> str:
+    def _silence(self, description: str, seconds: float) -> str:
+        """Return the error message for a request that has had no response within `seconds`."""
         return (
-            f"{self._place} cannot be reached: no answer to `{words}` within {seconds:.3g} s, and the last one to "
+            f"{self._name} cannot be reached: no answer to `{description}` within {seconds:.3g} s, and the last one to "
             f"anything {self.silent_seconds:.3g} s ago; the process that serves it is stopped or overloaded, or "
             "the network to its host is cut"
         )
 
-    def ask(self, words: str, request: Callable[[], Result], seconds: float) -> Result:
+    def ask(self, description: str, request: Callable[[], Result], seconds: float) -> Result:
         """Make a request and return the store's response.
+
+        Args:
+            description: Operation and keys, for messages.
+            request: Sends the request and returns the response; called on the request thread.
+            seconds: Longest wait.
 
         Raises:
             StoreUnreachableError: There was none within `seconds`, or the connection is broken.
@@ -288,7 +302,7 @@ class _Client:
         # A broken connection stays broken, and torch logs a whole stack for each further request.
         if self._broken is not None:
             raise StoreUnreachableError(self._broken)
-        asked = _Request(words, request)
+        asked = _Request(description, request)
         if threading.current_thread() in self._threads:
             asked.run()
         else:
@@ -297,16 +311,16 @@ class _Client:
                 BackgroundThread(
                     "gradwire store",
                     self._serve,
-                    without=f"what it was asking {self._place} is not answered, and the next question starts another",
+                    without=f"its pending requests to {self._name} fail, and the next request starts another thread",
                     on_failure=self._fail,
                     end=self._end,
                 ).start()
         if not asked.answered.wait(seconds):
-            asked.given_up = True
-            raise StoreUnreachableError(self._silence(words, seconds))
+            asked.timed_out = True
+            raise StoreUnreachableError(self._silence(description, seconds))
         if isinstance(asked.error, dist.DistNetworkError):
             self._broken = (
-                f"{self._place} cannot be reached ({str(asked.error).splitlines()[0]}): the process that serves it is "
+                f"{self._name} cannot be reached ({str(asked.error).splitlines()[0]}): the process that serves it is "
                 "gone"
             )
             raise StoreUnreachableError(self._broken) from asked.error
@@ -325,7 +339,7 @@ class _Client:
         asking, self._asking = self._asking, None
         while asking is not None or not self._requests.empty():
             if asking is not None and not asking.answered.is_set():
-                asking.error = RuntimeError(f"the thread that asks {self._place} has failed: {error!r}")
+                asking.error = RuntimeError(f"the thread that makes requests to {self._name} has failed: {error!r}")
                 asking.answered.set()
             try:
                 asking = self._requests.get_nowait()
@@ -346,12 +360,12 @@ class _Client:
                     return
                 self._threads.add(this)
                 continue
-            if asked is not None and not asked.given_up:
+            if asked is not None and not asked.timed_out:
                 self._asked_at = time.monotonic()
                 self._asking = asked
                 asked.run()
                 self._asking = None
-                self._heard = time.monotonic()
+                self._last_answer = time.monotonic()
             # Release the store now: the next request may come much later.
             del asked
 

@@ -90,7 +90,7 @@ class BackgroundThread(threading.Thread):
         self._awaited = awaited
 
     def start(self) -> None:
-        """See `threading.Thread.start`."""
+        """Start the thread. From now on, until it ends, it is joined at exit if it was made with `awaited`."""
         if self._awaited:
             _running.add(self)
         try:
@@ -100,7 +100,7 @@ class BackgroundThread(threading.Thread):
             raise
 
     def run(self) -> None:
-        """See `threading.Thread.run`."""
+        """Run the target; an exception that it raises is logged and passed to `on_failure`, and never leaves here."""
         try:
             super().run()
         except BaseException as error:  # noqa: BLE001 - SystemExit, too: nothing else would report it
@@ -143,9 +143,9 @@ class BackgroundThread(threading.Thread):
 
 def in_thread(call: Callable[[], Result], name: str, *, awaited: bool = True) -> "SimpleQueue[Result | BaseException]":
     """Call a function that may never return in a thread; the queue receives its result or exception (`outcome_of`)."""
-    told: SimpleQueue[Result | BaseException] = SimpleQueue()
-    BackgroundThread(name, lambda: told.put(call()), without=None, on_failure=told.put, awaited=awaited).start()
-    return told
+    outcome: SimpleQueue[Result | BaseException] = SimpleQueue()
+    BackgroundThread(name, lambda: outcome.put(call()), without=None, on_failure=outcome.put, awaited=awaited).start()
+    return outcome
 
 
 def call_each(
@@ -165,8 +165,8 @@ def call_each(
     Raises:
         BaseException: Exception of the first call that failed, after all have ended.
     """
-    told = [in_thread(partial(call, each), name, awaited=awaited) for each in arguments]
-    found = [each.get() for each in told]
+    outcomes = [in_thread(partial(call, each), name, awaited=awaited) for each in arguments]
+    found = [each.get() for each in outcomes]
     return [outcome_of(each) for each in found]
 
 
@@ -195,19 +195,24 @@ def wait_for_all(seconds: float = EXIT_SECONDS, give_up_seconds: float = GIVE_UP
     return [thread.name for thread in (left and _wait(BackgroundThread.make_give_up, give_up_seconds))]
 
 
-def _wait(say: Callable[[BackgroundThread], object], seconds: float) -> set[BackgroundThread]:
-    """Call `say` once with each running thread, join the threads, and return those that are left after `seconds`."""
+def _wait(notify: Callable[[BackgroundThread], object], seconds: float) -> set[BackgroundThread]:
+    """Call `notify` once with each running thread, join the threads, and return those that still run at the end.
+
+    Args:
+        notify: Asks a thread to end, or to stop waiting; returns at once.
+        seconds: Time for all threads together to end.
+    """
     deadline = time.monotonic() + seconds
-    told: set[BackgroundThread] = set()
+    notified: set[BackgroundThread] = set()
     while True:
         # A copy: a thread that ends may ask the store, which starts one.
         left = {thread for thread in _running.copy() if thread.is_alive()}
-        for thread in left - told:
+        for thread in left - notified:
             try:
-                say(thread)
+                notify(thread)
             except Exception as error:  # noqa: BLE001 - the others are to end all the same
                 log.error("the thread %r cannot be told to end: %r", thread.name, error)
-        told |= left
+        notified |= left
         if not left or time.monotonic() >= deadline:
             return left
         next(iter(left)).join(NAP_SECONDS)

@@ -35,7 +35,7 @@ from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
 
-CALLING_AFTER_SECONDS = 0.5
+PROBE_AFTER_SECONDS = 0.5
 """Seconds from an alarm until silent ranks are probed whose connections have not ended. A rank's thread sets its key
 within milliseconds, on a busy machine within tenths of a second."""
 
@@ -504,7 +504,7 @@ class _Backoff:
 
     def __init__(self, began: float) -> None:
         self._next = began
-        self._ask = began + CALLING_AFTER_SECONDS
+        self._ask = began + PROBE_AFTER_SECONDS
 
     def are_due(self) -> bool:
         """Returns whether ranks whose connections have ended are to be probed now, every `POLL_SECONDS`."""

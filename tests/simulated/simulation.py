@@ -498,7 +498,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         if name == own:
             return kernel.LISTENS if there else kernel.ENDED
         if not simulation.reaches(own, name):
-            simulation.block(lambda: simulation.reaches(own, name), kernel.CALL_SECONDS)
+            simulation.block(lambda: simulation.reaches(own, name), kernel.CONNECT_SECONDS)
             if not simulation.reaches(own, name):
                 return kernel.UNKNOWN
         simulation.block(None, LATENCY_SECONDS)
@@ -548,7 +548,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
             "listener_state": listener_state,
             "own_kernel": lambda: simulation.process.host,
             "own_addresses": lambda *toward: [simulation.process.host],
-            "to_call": lambda name, addresses: list(addresses),
+            "addresses_to_try": lambda name, addresses: list(addresses),
         }.items():
             stack.enter_context(patch.object(probe, name, replacement))
         stack.enter_context(patch.object(membership, "call_each", partial(_call_each, simulation)))

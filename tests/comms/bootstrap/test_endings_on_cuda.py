@@ -40,7 +40,7 @@ SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(failure_reporter, "CALLING_AFTER", timedelta(seconds=0.2))
+    monkeypatch.setattr(failure_reporter, "PROBE_AFTER", timedelta(seconds=0.2))
 
 
 @pytest.fixture(autouse=True)

@@ -72,7 +72,7 @@ def test_who_serves_the_store_and_ends_first_is_not_named(published: bool, monke
     for rank in (0, 1):
         opened.register("start", rank)
         known = None if published else PeerTable("start", rank, servers, server=opened)
-        reporters.append(StoreFailureReporter(store, rank, 3, directory=known))
+        reporters.append(StoreFailureReporter(store, rank, 3, peer_table=known))
         if published:
             reporters[-1].publish("start")
     store.set("address/2", json.dumps([gone, ["127.0.0.1"], own_kernel()]))

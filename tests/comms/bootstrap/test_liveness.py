@@ -588,7 +588,7 @@ def test_a_collector_that_is_lost_itself_is_not_waited_for(monkeypatch: pytest.M
 def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """Nobody waits until its patience ends for a process that has; one that answers is waited for."""
     monkeypatch.setattr(failure_reporter, "PATIENCE", timedelta(hours=1))
-    monkeypatch.setattr(failure_reporter, "CALLING_AFTER", timedelta(0))
+    monkeypatch.setattr(failure_reporter, "PROBE_AFTER", timedelta(0))
     monkeypatch.setattr(failure_reporter, "poll_seconds", lambda size: 0.0)
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     call = PeerTable.probe
@@ -609,7 +609,7 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     living.register("start", 1)
     living.register("start", 2)
     store.set("report/1", json.dumps(word))
-    reporter = StoreFailureReporter(store, 0, 3, directory=PeerTable("start", 0, {}))
+    reporter = StoreFailureReporter(store, 0, 3, peer_table=PeerTable("start", 0, {}))
     errors: list[CollectiveError] = []
     thread = threading.Thread(
         target=lambda: errors.append(reporter.diagnose(PeerError("gone"), "an all-reduce", range(3))), daemon=True
@@ -644,7 +644,7 @@ def test_a_refused_connection_is_an_end_only_beside_a_rank_that_is_reached(monke
     ):
         store.set(f"address/{rank}", json.dumps([port, ["127.0.0.1"], host]))
         living.register("start", rank)
-    reporter = StoreFailureReporter(store, 0, 6, directory=PeerTable("start", 0, {}))
+    reporter = StoreFailureReporter(store, 0, 6, peer_table=PeerTable("start", 0, {}))
 
     def found(rank: int, words: list[int]) -> str | None:
         return reporter._addresses_of({rank}, words).probe([rank]).get(rank)
@@ -683,7 +683,7 @@ def test_a_process_that_was_held_up_gives_its_neighbours_their_time_anew(monkeyp
         heartbeat.raise_if_silent()
         goes_by(0.099)
     goes_by(0.099)
-    with pytest.raises(PeerFailureError, match="rank 1 has said nothing for 1 s: its process is stopped"):
+    with pytest.raises(PeerFailureError, match="no heartbeat from rank 1 for 1 s: its process is stopped"):
         heartbeat.raise_if_silent()
     heartbeat.end()
     ends.close()

@@ -124,7 +124,7 @@ def test_who_is_late_is_named_long_before_the_time_out(monkeypatch: pytest.Monke
         return exchange(store, saying(rank, 3), SECONDS)
 
     run_ranks(3, join)
-    named = [line.removeprefix("rank ").partition(" of 3 has not come for ")[0].split(", ") for line in lines]
+    named = [line.removeprefix("rank ").partition(" of 3 has not joined after ")[0].split(", ") for line in lines]
     assert any(str(late) in ranks for ranks in named), lines
 
 
@@ -169,7 +169,7 @@ def test_a_packer_that_has_ended_is_named() -> None:
             if rank == BLOCK:
                 gone = rendezvous._Follower(PollingStore(store, SECONDS), said[rank], SECONDS, None, None)
                 gone._packed, gone._pack_block = True, lambda: None  # type: ignore[method-assign]
-                gone.meet()
+                gone.run()
             exchange(store, said[rank], timedelta(minutes=10))
         return str(caught.value)
 

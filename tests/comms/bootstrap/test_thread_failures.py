@@ -159,7 +159,7 @@ def test_a_question_to_the_store_is_answered_and_the_next_one_starts_a_thread(
     client, store = asked
     with monkeypatch.context() as planted:
         planted.setattr(stores._Request, "run", fails)
-        with pytest.raises(RuntimeError, match="the thread that asks the store has failed"):
+        with pytest.raises(RuntimeError, match="the thread that makes requests to the store has failed"):
             client.ask("set", lambda: store.set("a", "1"), SECONDS)
         ended.get(timeout=SECONDS)
     client.ask("set", lambda: store.set("a", "1"), SECONDS)

@@ -180,7 +180,7 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
     assert rings[2] is not None
     monkeypatch.setattr(rings[2]._connections, "send", lambda *said: None)
     failures = made[0].failures
-    until(lambda: failures.first is not None and "rank 2 has said nothing" in failures.first.reason)
+    until(lambda: failures.first is not None and "no heartbeat from rank 2" in failures.first.reason)
     # It may have heard of it in the store, which names nobody, before the ring, which does, and from a neighbour of the
     # rank that has heard of it there, too: the other one has missed it, and knows.
     assert failures.first is not None and failures.first.source == SILENT and failures.first.reported_by in (1, 3)
