@@ -266,7 +266,7 @@ class Communicator:
         """Placement of the ranks, with the link rates that plans are chosen by."""
         return self.rank_plans.cluster
 
-    def connect(self, nbytes: int) -> None:
+    def connect(self, nbytes: int, sparse_nbytes: int = 0) -> None:
         """Connects the transports that buckets of `nbytes` need, while the process that serves the store is alive.
 
         All ranks call it at the same point of the sequence of collectives, after the plans are fixed. Sets of ranks
@@ -275,6 +275,7 @@ class Communicator:
 
         Args:
             nbytes: Size of a bucket; any size if the plans are fixed.
+            sparse_nbytes: Size of the largest parameter whose gradient is sparse; 0 if there is none.
 
         Raises:
             RuntimeError: A rank did not join within the time-out, or this torch has no NCCL.
@@ -284,7 +285,13 @@ class Communicator:
         executor.activity = "connecting NCCL" if self.device.type == "cuda" else "connecting the ranks"
         failed: str | None = None
         try:
-            self._groups.connect(self.rank_plans.groups(nbytes), nbytes)
+            wanted = self.rank_plans.groups(nbytes)
+            if sparse_nbytes:
+                from gradwire.comms.run.sparse import groups_of
+
+                wanted |= groups_of(self.cluster, self.config.plan_name)
+            # A rank may send all rows of a sparse gradient to each other one.
+            self._groups.connect(wanted, max(nbytes, sparse_nbytes * self.size))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             executor.interrupt(error.with_traceback(None))
             failed = f"{error}"

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from gradwire.comms.bootstrap.compat import GradBucket
 from gradwire.compressors.base import Layout, Slice
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+"""Modules from which DDP expects sparse gradients, if their `sparse` is true."""
+
 
 class ParameterNames:
     """Maps the parameters of a model, by identity, to their names.
@@ -23,6 +26,8 @@ class ParameterNames:
         self._bound = False
         self.model: Callable[[], nn.Module | None] = lambda: None
         """Returns the model that was bound; None before `bind`, and once the model is freed."""
+        self.sparse_nbytes = 0
+        """Size of the largest parameter of the bound model whose gradient is sparse; 0 if there is none."""
         self.layouts: dict[tuple[int, ...], Layout] = {}
         """(id of each parameter of a bucket) -> layout, for all buckets seen so far."""
 
@@ -51,6 +56,8 @@ class ParameterNames:
         self._parameters = list(inner.parameters())
         self.layouts.clear()
         self._bound = True
+        sparse = [each for each in inner.modules() if isinstance(each, EMBEDDINGS) and each.sparse]
+        self.sparse_nbytes = max((each.weight.nbytes for each in sparse), default=0)
         self.model = weakref.ref(model)
 
     @property

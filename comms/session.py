@@ -183,14 +183,15 @@ class AveragingSession:
             self.compression.placement = self.communicator.placement
         self.listeners = Listeners()
 
-    def connect(self, nbytes: int) -> None:
+    def connect(self, nbytes: int, sparse_nbytes: int = 0) -> None:
         """Chooses the plan for all sizes, and connects the transports that buckets need; all ranks call it.
 
         Args:
             nbytes: Size of a usual bucket.
+            sparse_nbytes: See `Communicator.connect`.
         """
         self.communicator.rank_plans.fix_plan(nbytes)
-        self.communicator.connect(nbytes)
+        self.communicator.connect(nbytes, sparse_nbytes)
 
     def watch_steps(self, previous: "AveragingSession | None" = None) -> None:
         """Adds the listeners that time steps and warn of stragglers and stalls, as the configuration says.
@@ -329,7 +330,7 @@ class GradientSession(AveragingSession):
             self._move_state()
         else:
             measure_links(self.listeners, self.communicator, config, consensus)
-        self.connect(threshold_nbytes or BUCKET_NBYTES)
+        self.connect(threshold_nbytes or BUCKET_NBYTES, names.sparse_nbytes)
         # Listeners of each step.
         if self.compression is not None:
             compress_steps(self.listeners, self, self.communicator, self.compression)

@@ -279,6 +279,14 @@ class CompressorTraits:
         """
         return ()
 
+    def rounds(self, *, by_owners: bool) -> int:
+        """Returns the most collectives that follow one another in an `all_reduce`; ranks connect for them in advance.
+
+        Args:
+            by_owners: Whether a sum counts as two collectives: to the owners of its parts, and back.
+        """
+        return 2
+
     def prepare(self, device: torch.device) -> None:
         """Compiles and loads the kernels that it needs on a device, so that no step waits for a compiler.
 

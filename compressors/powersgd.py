@@ -113,6 +113,11 @@ class PowerSGD(Stateful):
         """See `CompressorTraits.has_owners`: True if factors are encoded, because owners then sum them."""
         return self.codec is not None
 
+    def rounds(self, *, by_owners: bool) -> int:
+        """See `CompressorTraits.rounds`: sums of P and Q; encoded, two exchanges and a sum of the dense slices."""
+        sums = 1 if self.codec is not None else 2
+        return (2 if by_owners else 1) * sums + (4 if self.codec is not None else 0)
+
     def prepare(self, device: torch.device) -> None:
         """See `CompressorTraits.prepare`."""
         encoded = {self.codec.family} if isinstance(self.codec, BlockCodec) else set()

@@ -12,7 +12,7 @@ import torch
 from gradwire.comms.config import Config
 from gradwire.comms.links.estimates import Links
 from gradwire.comms.plan.chooser import PlanChooser
-from gradwire.comms.plan.cost import EXCHANGE_ROUNDS, sent_nbytes
+from gradwire.comms.plan.cost import sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import make_phases
 from gradwire.comms.plan.schedule import (
@@ -293,12 +293,15 @@ class RankPlans:
         """
         compressor = self._compressor
         numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))  # no empty part
-        plans = [self.chooser.plan(nbytes, None)]
+        plans, rounds = [self.chooser.plan(nbytes, None)], 1
         name = self.chooser.compressed_name()
         if name is not None and compressor is not None:
-            owned = any(traits_of(each).has_owners for each in traits_of(compressor).every())
+            traits = [traits_of(each) for each in traits_of(compressor).every()]
+            owned = any(each.has_owners for each in traits)
             phases = make_phases(self.cluster, name, compressor.name, owned=owned)
             plans.append(Plan(name, phases, 1, numel, 0.0, {}, ""))
+            by_owners = any(phase.shares for phase in phases)
+            rounds = max(each.rounds(by_owners=by_owners) for each in traits)
         found: dict[LaneGroup, bool] = {}
         for plan in plans:
             plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
@@ -306,7 +309,7 @@ class RankPlans:
             # The lanes are those that `Programs.run_chunk` passes through.
             for index, phase_steps in enumerate(Schedule(self.cluster, plan).transfers(numel, equal_partition)):
                 phase = plan.phases[index]
-                for number, step in enumerate(phase_steps * (EXCHANGE_ROUNDS if phase.compressor else 1)):
+                for number, step in enumerate(phase_steps * (rounds if phase.compressor else 1)):
                     lane = (index, number) if number else lane
                     for transfer in step:
                         sends_parts = phase.compressor is not None or transfer.op != ALL_REDUCE

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE
+from gradwire.comms.plan.rank_plans import LaneGroup
 from gradwire.comms.transport.groups import Groups, Transport
 from gradwire.compressors.base import ALL_TO_ALL, Work
 from gradwire.topology.cluster import Cluster
@@ -85,6 +86,21 @@ class Sharing:
         node = next(ranks for ranks in nodes if rank in ranks)
         place = node.index(rank)
         return cls(node, owners, tuple(ranks[place] for ranks in nodes) if place < owners else ())
+
+
+def groups_of(cluster: Cluster, plan: str) -> dict[LaneGroup, bool]:
+    """Returns every (lane, set of ranks) in which sparse gradients are summed; see `RankPlans.groups`.
+
+    Args:
+        cluster: Placement of the ranks.
+        plan: Name of a plan, as for `Sharing.of`.
+    """
+    found: dict[LaneGroup, bool] = {}
+    for rank in range(cluster.size):
+        sharing = Sharing.of(cluster, rank, plan)
+        used = [(LANES[0], sharing.node), (LANES[0], sharing.rail), (LANES[1], sharing.rail), (LANES[2], sharing.node)]
+        found |= {(lane, members): True for lane, members in used if len(members) > 1}
+    return found
 
 
 def check_sparse(sparse: Tensor) -> None:
