@@ -122,11 +122,11 @@ class MeetsInPairs(Protocol):
 
 
 @runtime_checkable
-class OfOneNode(Abortable, Protocol):
-    """A transport of the ranks of one node, through shared memory."""
+class Closable(Abortable, Protocol):
+    """A transport with something to release: shared memory, or communicators of MPI."""
 
     def close(self) -> None:
-        """Releases the shared memory."""
+        """Releases it. All members call it, in the order in which they were connected."""
 
 
 FIRST_LANE: Lane = (0, 0)
@@ -321,7 +321,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 group.disconnect()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Releases shared memory and connections. Later uses of a new (lane, members) raise a RuntimeError.
+        """Releases shared memory, connections and communicators. Uses of a new (lane, members) then raise RuntimeError.
 
         NCCL's communicators are closed in the order in which they were made, which is the same on all ranks; each after
         all members have finished with it, unless a collective has failed.
@@ -338,7 +338,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             self.drained = all(group.drain(max(0.0, deadline - time.monotonic())) for group in gloo)
         for (lane, members), group in list(self.items()):
             if self._device.type != "cuda":
-                if isinstance(group, OfOneNode):
+                if isinstance(group, Closable):
                     group.close()
             elif lane == FIRST_LANE:
                 self._close_nccl(lane, members, max(0.0, deadline - time.monotonic()))
@@ -369,7 +369,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._transport == "mpi":
             from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for
 
-            return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
+            store, wait = PrefixStore(f"mpi/{name}", self._store), partial(self.peer_wait, members)
+            return mpi.connect(store, index, size, self._timeout, self._given_up, wait)
         store = PrefixStore(f"gloo/{name}", self._store)
         return self._connect_gloo(store, index, size, peer_wait=partial(self.peer_wait, members))
 

@@ -11,7 +11,7 @@ are used in the same order on all ranks, though by different threads, so MPI mus
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate, count, pairwise
 from types import ModuleType
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.mpi_launch import load_mpi
+from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.sum_order import SlicesToSum
-from gradwire.comms.transport.torch_group import scale_in_place
-from gradwire.comms.transport.works import Then
+from gradwire.comms.transport.torch_group import connect_within, scale_in_place
+from gradwire.comms.transport.works import SLICE, Alarm, Then
 from gradwire.compressors.base import Work, even_bounds
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ _TAGS = 32749
 """Number of tags, a prime. Groups that the same ranks make at the same time, in different lanes, must have different
 tags, and MPI guarantees tags up to 32767 (MPI 4.1, section 9.1.2)."""
 
-_given_up: "list[tuple[MPI.Request, tuple[object, ...]]]" = []
-"""Requests that timed out, with their buffers, kept until the process ends. MPI may still access the buffers, and a
-request of a nonblocking collective can be neither cancelled nor freed (MPI 4.1, sections 3.8.4 and 6.12)."""
+_in_flight: "dict[int, _Request]" = {}
+"""Requests that MPI has not finished, by id, kept until it has: MPI may access their buffers even if the wait was given
+up, and a request of a nonblocking collective can be neither cancelled nor freed (MPI 4.1, sections 3.8.4 and 6.12)."""
 
 _POLL_SECONDS = (0.0, 0.0, 0.0, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6)
 """Pauses between two polls of a request, in seconds: short ones first, then longer, as ranks may outnumber cores."""
@@ -64,7 +65,14 @@ def load() -> ModuleType:
     return mpi
 
 
-def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup":
+def connect(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    alarm: Alarm | None = None,
+    peer_wait: Callable[[], PeerWait] | None = None,
+) -> "MpiGroup":
     """Makes the communicators of a group; only its members take part.
 
     Args:
@@ -72,10 +80,13 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup
         rank: This rank's index in the group.
         size: Number of ranks.
         timeout: Longest wait for the members, and time-out of every collective.
+        alarm: See `MpiGroup`.
+        peer_wait: Makes the liveness check while the other ranks connect; None checks the alarm alone.
 
     Raises:
         RuntimeError: mpi4py is missing, MPI does not support several threads, or a rank did not join.
         ValueError: A rank was not started by this mpirun.
+        PeerError: A rank has exited before it had connected, or has aborted.
     """
     mpi = load()
     world = mpi.COMM_WORLD
@@ -92,8 +103,14 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup
     members = world.Get_group().Incl(numbers)
     if rank == 0:
         store.set("mpi/tag", str((next(_groups_made) + 61 * numbers[0]) % _TAGS))
-    first = world.Create_group(members, tag=int(store.get("mpi/tag")))
-    return MpiGroup(mpi, first, first.Dup(), rank, size, timeout)
+    tag = int(store.get("mpi/tag"))
+
+    def made() -> tuple["MPI.Comm", "MPI.Comm"]:
+        first = world.Create_group(members, tag=tag)
+        return first, first.Dup()
+
+    others = PeerWait(range(size), rank, None, alarm) if peer_wait is None else peer_wait()
+    return MpiGroup(mpi, *connect_within(timeout, others, made), rank, size, timeout, alarm)
 
 
 class MpiGroup:
@@ -106,23 +123,41 @@ class MpiGroup:
         rank: This rank's index.
         size: Number of ranks.
         timeout: Time-out of every collective.
+        alarm: Called about once a second during a wait, which ends if it returns a reason.
     """
 
     def __init__(
-        self, mpi: ModuleType, first: "MPI.Comm", second: "MPI.Comm", rank: int, size: int, timeout: timedelta
+        self,
+        mpi: ModuleType,
+        first: "MPI.Comm",
+        second: "MPI.Comm",
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        alarm: Alarm | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
+        self.seconds = timeout.total_seconds()
+        self.alarm = alarm
+        self.reason: str | None = None
         self._mpi = mpi
-        self._first = first
-        self._second = second
-        self._seconds = timeout.total_seconds()
+        self._communicators = [first, second]
+
+    @property
+    def _first(self) -> "MPI.Comm":
+        """Communicator for collectives that are issued; PeerError after `abort`, when none may begin."""
+        if self.reason is not None:
+            raise PeerError(self.reason)
+        return self._communicators[0]
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`: an exchange of slices, then a sum and an all-gather in `wait`."""
         flat = tensor.view(-1)
         bounds = even_bounds(flat.numel(), self.size)
-        return Then(self._scatter(flat, bounds, scale), lambda: self._gather(self._second, flat, bounds).wait())
+        return Then(
+            self._scatter(flat, bounds, scale), lambda: self._gather(self._communicators[1], flat, bounds).wait()
+        )
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
         """See `Transport.reduce_scatter`."""
@@ -136,18 +171,18 @@ class MpiGroup:
         """See `Transport.all_to_all`."""
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Ialltoall([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
-        return _Request(request, (sent, received), "all_to_all", self._seconds)
+        return _Request(request, (sent, received), "all_to_all", self)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`."""
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Iallgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
-        return _Request(request, (sent, received), "all_gather", self._seconds)
+        return _Request(request, (sent, received), "all_gather", self)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """See `Transport.broadcast`."""
         data = _bytes(tensor)
-        return _Request(self._first.Ibcast([data, self._mpi.BYTE], root=root), (data,), "broadcast", self._seconds)
+        return _Request(self._first.Ibcast([data, self._mpi.BYTE], root=root), (data,), "broadcast", self)
 
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
@@ -159,12 +194,21 @@ class MpiGroup:
             [sent, _counted(source_splits, width), self._mpi.BYTE],
             [received, _counted(output_splits, width), self._mpi.BYTE],
         )
-        return _Request(request, (sent, received), "exchange", self._seconds)
+        return _Request(request, (sent, received), "exchange", self)
+
+    def abort(self, reason: str) -> None:
+        """See `Abortable.abort`. MPI itself continues with what it has begun."""
+        self.reason = reason
 
     def close(self) -> None:
-        """Frees the communicators; all members call it."""
-        self._second.Free()
-        self._first.Free()
+        """Frees the communicators; all members call it. No-op while MPI has not finished a collective on them.
+
+        An MPI may not free a communicator that its requests still use: their ranks have aborted, and end soon.
+        """
+        if any(request.group is self for request in list(_in_flight.values())):
+            return
+        while self._communicators:
+            self._communicators.pop().Free()
 
     def _scatter(self, flat: Tensor, bounds: Sequence[int], scale: float) -> Work:
         """Sends each slice to its owner, which adds the slices of all ranks in rank order: a reduce-scatter."""
@@ -178,7 +222,7 @@ class MpiGroup:
         request = self._first.Ialltoallv(
             [sent, _counted(sizes, width), self._mpi.BYTE], [buffer, _counted([own] * self.size, width), self._mpi.BYTE]
         )
-        arrived = _Request(request, (sent, buffer), "reduce_scatter", self._seconds)
+        arrived = _Request(request, (sent, buffer), "reduce_scatter", self)
         target = flat[bounds[self.rank] : bounds[self.rank + 1]]
         return Then(arrived, lambda: rows.sum(target))
 
@@ -186,38 +230,50 @@ class MpiGroup:
         data = _bytes(flat)
         layout = _counted([stop - start for start, stop in pairwise(bounds)], flat.element_size())
         request = communicator.Iallgatherv(self._mpi.IN_PLACE, [data, layout, self._mpi.BYTE])
-        return _Request(request, (data,), "all_gather", self._seconds)
+        return _Request(request, (data,), "all_gather", self)
 
 
 class _Request:
-    """A work for a request of MPI; keeps the buffers alive.
+    """A work for a request of MPI; keeps the buffers alive until MPI has finished with them.
 
     Args:
         request: Request of MPI in flight.
         buffers: Memory that MPI reads and writes.
         name: Name of the collective, for errors.
-        seconds: Longest wait.
+        group: Group whose time-out, alarm and abort end the wait.
+
+    Attributes:
+        group: See above.
     """
 
-    def __init__(self, request: "MPI.Request", buffers: tuple[object, ...], name: str, seconds: float) -> None:
+    def __init__(self, request: "MPI.Request", buffers: tuple[object, ...], name: str, group: MpiGroup) -> None:
+        self.group = group
         self._request = request
         self._buffers = buffers
         self._name = name
-        self._seconds = seconds
+        _in_flight[id(self)] = self
 
     def wait(self) -> None:
         """Polls the request until it is done; MPI moves data only while it is polled.
 
         Raises:
-            PeerError: The time-out is over.
+            PeerError: The time-out is over, or this rank or another one has aborted.
         """
-        deadline, looks = time.monotonic() + self._seconds, 0
+        group, polls, asked = self.group, 0, time.monotonic()
+        deadline = asked + group.seconds
         while not self._request.Test():
-            time.sleep(_POLL_SECONDS[min(looks, len(_POLL_SECONDS) - 1)])
-            looks += 1
-            if looks % 64 == 0 and time.monotonic() > deadline:
-                _given_up.append((self._request, self._buffers))
-                raise PeerError(f"MPI {self._name} took longer than {self._seconds:g} s: a rank is gone or hangs", ())
+            time.sleep(_POLL_SECONDS[min(polls, len(_POLL_SECONDS) - 1)])
+            polls += 1
+            if group.reason is not None:
+                raise PeerError(group.reason)
+            now = time.monotonic()
+            if group.alarm is not None and now - asked > SLICE.total_seconds():
+                asked = now
+                if reason := group.alarm():
+                    raise PeerError(reason)
+            if now > deadline:
+                raise PeerError(f"MPI {self._name} took longer than {group.seconds:g} s: a rank is gone or hangs", ())
+        _in_flight.pop(id(self), None)
         self._buffers = ()
 
 

@@ -541,13 +541,13 @@ def connect_gloo(
     def connected(name: str) -> TorchGroup:
         own = PrefixStore(name, store)
         others = PeerWait(range(size), rank, None, alarm) if peer_wait is None else peer_wait()
-        return _within(timeout, others, lambda: make_gloo(own, rank, size, timeout, interfaces))
+        return connect_within(timeout, others, lambda: make_gloo(own, rank, size, timeout, interfaces))
 
     return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout)
 
 
-def _within(timeout: timedelta, peer_wait: PeerWait, connect: Callable[[], TorchGroup]) -> TorchGroup:
-    """Connects in another thread, until the time-out or until another rank has aborted or exited.
+def connect_within(timeout: timedelta, peer_wait: PeerWait, connect: Callable[[], Result]) -> Result:
+    """Connects in another thread, until the time-out or until another rank has aborted or exited; so for MPI, too.
 
     Once all addresses are in the store, gloo waits five time-outs for a connection (`Pair::waitUntil` in its tcp
     transport), so a rank that published its address and died would delay the others as long. Gloo cannot be interrupted

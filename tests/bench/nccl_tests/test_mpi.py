@@ -68,6 +68,12 @@ def test_groups_and_the_hook_over_mpi(mpirun: Mpirun) -> None:
     assert "every law holds" in done.stdout
 
 
+def test_waits_end_when_a_rank_gives_up(mpirun: Mpirun) -> None:
+    done = mpirun(str(Path(__file__).with_name("mpi_abort_rank.py")))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("has ended its wait") == 4
+
+
 def test_bench_takes_the_ranks_of_mpirun(mpirun: Mpirun) -> None:
     done = mpirun(
         "-m",
