@@ -55,6 +55,8 @@ class GpuState:
     p2p: tuple[int, ...] = ()
     """Peer access to each GPU of the node, as NVML's nvmlGpuP2PStatus_t numbers it: 0 where this one may read its
     memory."""
+    nvlink_domain: str | None = None
+    """NVLink domain of several hosts that the GPU has joined (NVL72); None if it has joined none."""
     slowed_by: tuple[str, ...] = ()
     """Reasons for which the driver lowers the clock, such as heat or the power limit; empty if it does not."""
 
@@ -310,6 +312,24 @@ class JobFacts:
         """Hostname of each node, with its number appended if two nodes share one."""
         hosts = [node[0].hostname for node in self.nodes]
         return [f"{name}#{place}" if hosts.count(name) > 1 else name for place, name in enumerate(hosts)]
+
+    @property
+    def nvlink_domains(self) -> list[str | None]:
+        """NVLink domain that all GPUs of a node have joined, by node; None for a node without one, and on CPUs."""
+        gpus = [{gpu.nvlink_domain for one in node for gpu in one.gpus if one.device == "cuda"} for node in self.nodes]
+        return [domains.pop() if len(domains) == 1 else None for domains in gpus]
+
+    @property
+    def joined_by_nvlink(self) -> bool:
+        """Whether the nodes are hosts of one NVLink domain, so that gradients on GPUs use no network card."""
+        domains = self.nvlink_domains
+        return len(domains) > 1 and len(set(domains)) == 1 and domains[0] is not None
+
+    def without_pairs_in_domains(self) -> "JobFacts":
+        """Returns the facts without the pairs of hosts of one NVLink domain: TCP does not carry their gradients."""
+        of = self.nvlink_domains
+        pairs = tuple(pair for pair in self.pairs if of[pair.a] is None or of[pair.a] != of[pair.b])
+        return self if len(pairs) == len(self.pairs) else dataclasses.replace(self, pairs=pairs)
 
     @property
     def no_gpu_has_peers(self) -> bool:

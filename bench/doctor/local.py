@@ -24,6 +24,7 @@ from gradwire.topology.gdr.process_context import read_process_context
 from gradwire.topology.gdr.rdma import pcie_gigabits
 from gradwire.topology.gdr.runner import run_checks
 from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host
+from gradwire.topology.readers.nvml import nvlink_domain
 from gradwire.topology.readers.nvml_calls import start_nvml
 from gradwire.topology.readers.pci_sysfs import gigatransfers
 from gradwire.topology.readers.small_files import names_in, number_of, text_of
@@ -418,6 +419,7 @@ def gpu_states() -> tuple[GpuState, ...]:
             sm_mhz=nvml.integer("nvmlDeviceGetClockInfo", handle, CLOCK_SM),
             max_sm_mhz=nvml.integer("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM),
             p2p=nvml.peer_states(handles, index),
+            nvlink_domain=nvlink_domain(nvml, handle),
             slowed_by=_reasons(nvml.integer("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0),
         )
         for index, handle in handles.items()

@@ -104,6 +104,12 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
         ]
     if not facts.pairs:
         return ["No link was measured: the nodes do not reach each other.", f"Type: {again}, when that is mended"]
+    if facts.joined_by_nvlink:
+        first = _nothing(facts, found) if all(each.remark for each in found) else "What is wrong is above"
+        return [
+            f"{first}: NVLink carries the gradients of all {count} nodes, and no network card does.",
+            f"Type: {predict_command(facts, found)}",
+        ]
     # Compare all nodes with one node alone, at the rate of the slowest link after the fixes.
     good = min(rates_after_fixes(facts, found))
     exact = facts.exchange_seconds(good)
@@ -172,6 +178,8 @@ def computed_seconds(facts: JobFacts) -> float | None:
         facts: Measurements of the job.
     """
     exchange = facts.exchange_seconds(facts.good_rate())
+    if facts.joined_by_nvlink:
+        exchange = facts.all_reduce_seconds or 0.0
     if facts.step_seconds is None or facts.step_seconds <= exchange:
         return None
     return overlap.compute_seconds(facts.step_seconds, exchange)
@@ -217,7 +225,9 @@ def headline(facts: JobFacts) -> list[str]:
     size = nbytes(facts.gradient_nbytes)
     given = "" if facts.gradient_nbytes != DEFAULT_GRADIENT_NBYTES else " (say --gradient-mb, or --script train.py)"
     step = f"; a step takes {duration(facts.step_seconds)}" if facts.step_seconds is not None else ""
-    if not facts.pairs:
+    if facts.joined_by_nvlink:
+        lines = [*lines, "NVLink joins these nodes (one NVLink domain): gradients on GPUs use none of the links below."]
+    if facts.joined_by_nvlink or not facts.pairs:
         return [f"Costs are for {size} of gradients{given}{step}.", *lines]
     good = facts.good_rate()
     least = facts.exchange_seconds(good)

@@ -135,7 +135,7 @@ def _gpu(nvml: NvmlCalls, handles: Mapping[int, object], index: int) -> Gpu:
         peers=not any(states) if len(states) > 1 else None,
         uuid=nvml.text("nvmlDeviceGetUUID", handle),
         slices=_slices(nvml, handle),
-        nvlink_domain=_nvlink_domain(nvml, handle),
+        nvlink_domain=nvlink_domain(nvml, handle),
     )
 
 
@@ -149,7 +149,7 @@ def _memory_bytes_per_second(nvml: NvmlCalls, handle: object) -> float | None:
     return 2 * megahertz * 1e6 * bits / 8 if megahertz and bits else None
 
 
-def _nvlink_domain(nvml: NvmlCalls, handle: object) -> str | None:
+def nvlink_domain(nvml: NvmlCalls, handle: object) -> str | None:
     """Returns the NVLink domain of several hosts that a GPU has joined, as `cluster/clique`; None if it has not.
 
     Source: NCCL v2.30 src/mnnvl.cc (the state is COMPLETED, and the cluster's UUID is not all zeros: a host with

@@ -73,6 +73,9 @@ OF_THE_EXCHANGE = (
 )
 """Keys of findings whose cost is a part of the all-reduce, and so at most the measured one."""
 
+OF_THE_CARDS = (*(key for key in OF_THE_EXCHANGE if key not in ("foreign_traffic", "slow_exchange")), "mtu", "flapping")
+"""Keys of findings whose cost is that of gradients over network cards."""
+
 OF_THE_COMPUTATION = ("slow_node", "oversubscribed_cores", "slow_gpu", "shared_gpu")
 """Keys of findings whose cost is a share of what a step computes. Without a known step that is assumed to take as long
 as the exchange, so these findings come after those whose cost was measured."""
@@ -92,8 +95,16 @@ def diagnose(facts: JobFacts) -> list[Diagnosis]:
     Args:
         facts: Measurements of the job; the checks read nothing else.
     """
-    # Collect the findings, with costs of at most what was measured.
-    found = [_at_most_measured(diagnosis, facts) for check in CHECKS for diagnosis in check(facts)]
+    # Collect the findings, with costs of at most what was measured. Between hosts of one NVLink domain only what stops
+    # connections counts: gradients go over NVLink there, whatever the network cards give.
+    carrying = facts.without_pairs_in_domains()
+    found = [
+        _at_most_measured(diagnosis, facts)
+        for check in CHECKS
+        for diagnosis in check(facts if check is network.packet_sizes else carrying)
+    ]
+    if facts.joined_by_nvlink:
+        found = [each for each in found if each.stops or each.key not in OF_THE_CARDS]
     least = REMARK_SHARE * _whole_seconds(facts)
     # Take from each symptom what its causes cost; drop it if less than a remark is left.
     left: list[Diagnosis] = []

@@ -578,6 +578,37 @@ def test_peer_to_peer_that_is_switched_off_costs_nothing_where_there_is_none() -
         assert any("costs nothing" in line for line in found.evidence) is not costs
 
 
+def trays(facts: JobFacts, *domains: str) -> JobFacts:
+    """The job on GPUs, whose nodes are hosts of these NVLink domains."""
+    for node, domain in enumerate(domains):
+        gpus = tuple(GpuState(index=i, name="NVIDIA GB200", nvlink_domain=domain or None) for i in range(8))
+        facts = on_node(facts, node, gpus=gpus, device="cuda")
+    return facts
+
+
+@pytest.mark.parametrize("name", [name for name, (key, _) in FAULTS.items() if key in checks.OF_THE_CARDS])
+def test_tcp_between_trays_of_one_nvlink_domain_is_not_the_way_of_gradients(name: str) -> None:
+    """NVL72: cards of a tray carry the start, data and checkpoints; what stops these is still named."""
+    key, plant = FAULTS[name]
+    for seed in SEEDS[:5]:
+        facts = plant(healthy(seed, nodes=4))
+        facts = trays(facts, *["aa/1"] * len(facts.nodes))
+        found = diagnose(facts)
+        assert all(each.stops for each in found if each.key == key), (seed, found)
+        assert not facts.pairs or "NVLink carries the gradients of all 4 nodes" in show.verdict(facts, found)[0]
+        assert "none of the links below" in " ".join(show.headline(facts))
+
+
+def test_between_nvlink_domains_the_links_count() -> None:
+    facts = slowed(trays(healthy(3, nodes=4), "aa/1", "aa/1", "aa/2", "aa/2"), 1, 0.1)
+    assert [each.key for each in diagnose(facts)][:1] == ["slow_link"]
+    fast = healthy(3, nodes=4, times=3)
+    slow = {"times": 3, "one": (1e6, 1e6), "many": (1e6, 1e6), "both": (1e6, 1e6)}
+    inside = tuple(replace(pair, **slow) if pair.a // 2 == pair.b // 2 else pair for pair in fast.pairs)  # type: ignore[arg-type]
+    assert diagnose(trays(replace(fast, pairs=inside), "aa/1", "aa/1", "aa/2", "aa/2")) == []
+    assert [each.key for each in diagnose(trays(replace(fast, pairs=inside), "", "", "", ""))] == ["slow_path"]
+
+
 @pytest.mark.parametrize(("ways", "words"), [((1, 0), "sends"), ((0, 1), "receives"), ((1, 1), "")])
 def test_loss_says_how_much_and_on_which_way(ways: tuple[int, int], words: str) -> None:
     """Law: a share is a percentage, above one percent and below; the side of a NIC that loses is named."""
