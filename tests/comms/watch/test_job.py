@@ -94,7 +94,8 @@ def test_in_tensor_and_data_parallel_training_the_late_rank_alone_is_named(
     assert report is not None, text
     late = [each["late"] for each in report["late"] if each["late"]["busy_with"] != QUEUE]
     assert {each["rank"] for each in late} == {2}, text
-    assert late[0]["line"].startswith("stalling_job.py:"), text
+    # On a busy machine the rank may have been late before, between two lines of the script.
+    assert any((each["line"] or "").startswith("stalling_job.py:") for each in late), text
     assert not report["stalls"] and not report["disagreements"], text
 
 
