@@ -115,7 +115,7 @@ class ExactCheck:
     def wrong(
         self, backend: Backend, collective: CollectiveSpec, case: Case, counts: Counts, in_place: bool, seed: int
     ) -> int:
-        """See `ResultCheck.wrong`."""
+        """Runs the operation once on known inputs; returns the number of elements that differ from the exact result."""
         inputs = ExactInputs(self._ranks, case.element, case.operation, seed)
         buffers = Buffers(counts, case.element, backend.rank, self._device)
         output, source = buffers.views(counts, in_place)
@@ -257,7 +257,7 @@ class LossyCheck:
     def wrong(
         self, backend: Backend, collective: CollectiveSpec, case: Case, counts: Counts, in_place: bool, seed: int
     ) -> int:
-        """See `ResultCheck.wrong`."""
+        """Runs a compressed all-reduce once; returns the number of elements outside the bound of the compressor."""
         numel = counts.source
         if not numel:
             return 0

@@ -108,7 +108,7 @@ class GradwireBackend:
         self._layouts.clear()
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Backend.refusal`."""
+        """Returns why gradwire cannot run this, with its compressor if there is one; None if it can."""
         kind = ELEMENT_TYPES[element]
         if collective == "all_reduce" and operation in _SCALES:
             if kind.torch in NO_ARITHMETIC:
@@ -121,7 +121,7 @@ class GradwireBackend:
         return self._group.refusal(collective, element, operation)
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Backend.all_reduce`."""
+        """Prepares an all-reduce of `tensor`, in place; max, min and prod by the process group."""
         if operation not in _SCALES:
             return self._pass("all_reduce").all_reduce(tensor, operation)
         scale = {"sum": 1.0, "avg": 1.0 / self._size, "mulsum": MULSUM_FACTOR}[operation]
@@ -133,35 +133,35 @@ class GradwireBackend:
         return lambda: _Ending(issue(), compressor)
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Backend.reduce`."""
+        """Prepares a reduction of `tensor` to the root by the process group, in place."""
         return self._pass("reduce").reduce(tensor, root, operation)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Backend.reduce_scatter`."""
+        """Prepares a reduce-scatter of `source` into this rank's `output` by the process group."""
         return self._pass("reduce_scatter").reduce_scatter(output, source, operation)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_gather`."""
+        """Prepares an all-gather of every rank's `source` into `output` by the process group."""
         return self._pass("all_gather").all_gather(output, source)
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Backend.broadcast`."""
+        """Prepares a broadcast of `tensor` from the root by the process group."""
         return self._pass("broadcast").broadcast(tensor, root)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_to_all`."""
+        """Prepares an all-to-all of equal parts of `source` into `output` by the process group."""
         return self._pass("alltoall").all_to_all(output, source)
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.send_receive`."""
+        """Prepares a send to the next rank and a receive from the previous one, by the process group."""
         return self._pass("sendrecv").send_receive(output, source)
 
     def barrier(self) -> Issue:
-        """See `Backend.barrier`."""
+        """Prepares a barrier of the process group."""
         return self._pass("barrier").barrier()
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Closes gradwire's communicator; the process group stays open."""
         self._communicator.close()
 
     def _pass(self, collective: str) -> TorchBackend:

@@ -37,11 +37,11 @@ class MpiBackend:
         self._size: int = self._world.Get_size()
 
     def facts(self) -> dict[str, str]:
-        """See `Backend.facts`."""
+        """Returns the MPI library's name and version, for the header of the table."""
         return {"library": self._mpi.Get_library_version().splitlines()[0].split(",")[0].strip("\0 \t")}
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Backend.refusal`."""
+        """Returns why MPI cannot run this; None if it can."""
         if collective not in REDUCTIONS:
             return None
         if ELEMENT_TYPES[element].torch not in _TYPES:
@@ -49,16 +49,16 @@ class MpiBackend:
         return None if operation in _OPERATIONS else f"MPI has no {operation}"
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Backend.all_reduce`."""
+        """Prepares a blocking MPI_Allreduce of `tensor`, in place."""
         return _blocking(self._world.Allreduce, self._mpi.IN_PLACE, self._typed(tensor), self._operation(operation))
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Backend.reduce`."""
+        """Prepares a blocking MPI_Reduce of `tensor` to the root; in place there."""
         sent, received = (self._mpi.IN_PLACE, self._typed(tensor)) if self.rank == root else (self._typed(tensor), None)
         return _blocking(self._world.Reduce, sent, received, self._operation(operation), root)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Backend.reduce_scatter`. In place, MPI wants the part at the start of the buffer, so a copy is made."""
+        """Prepares a blocking MPI_Reduce_scatter_block; in place with a copy, as MPI puts the part at the start."""
         inside = source.data_ptr() <= output.data_ptr() < source.data_ptr() + max(1, source.nbytes)
         target = torch.empty_like(output) if inside else output
         reduce_scatter = _blocking(
@@ -67,26 +67,26 @@ class MpiBackend:
         return copy_after(reduce_scatter, output, target) if inside else reduce_scatter
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_gather`."""
+        """Prepares a blocking MPI_Allgather of every rank's `source` into `output`, as bytes."""
         inside = output.data_ptr() <= source.data_ptr() < output.data_ptr() + max(1, output.nbytes)
         return _blocking(self._world.Allgather, self._mpi.IN_PLACE if inside else self._raw(source), self._raw(output))
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Backend.broadcast`."""
+        """Prepares a blocking MPI_Bcast of `tensor` from the root, as bytes."""
         return _blocking(self._world.Bcast, self._raw(tensor), root)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_to_all`."""
+        """Prepares a blocking MPI_Alltoall of equal parts of `source` into `output`, as bytes."""
         return _blocking(self._world.Alltoall, self._raw(source), self._raw(output))
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.send_receive`."""
+        """Prepares a blocking MPI_Sendrecv: `source` to the next rank, `output` from the previous one."""
         after, before = (self.rank + 1) % self._size, (self.rank - 1) % self._size
         # Positions: buffer, destination, tag, buffer, source.
         return _blocking(self._world.Sendrecv, self._raw(source), after, 0, self._raw(output), before)
 
     def barrier(self) -> Issue:
-        """See `Backend.barrier`."""
+        """Prepares a blocking MPI_Barrier."""
         return _blocking(self._world.Barrier)
 
     def close(self) -> None:

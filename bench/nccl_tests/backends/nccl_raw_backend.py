@@ -113,12 +113,12 @@ class NcclRawBackend:
         return cls(nccl, nccl.Communicator.init(size, rank, unique), rank, size)
 
     def facts(self) -> dict[str, str]:
-        """See `Backend.facts`."""
+        """Returns the versions of NCCL and nccl4py, for the header of the table."""
         versions = self._nccl.get_version()
         return {"library": f"NCCL {versions.libnccl.version} through nccl4py {versions.nccl4py}"}
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Backend.refusal`."""
+        """Returns why NCCL cannot run this; None if it can."""
         if collective == "barrier":
             return "NCCL has no barrier"
         if collective not in REDUCTIONS:
@@ -128,37 +128,37 @@ class NcclRawBackend:
         return None if operation in _OPERATIONS else f"NCCL has no {operation}"
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Backend.all_reduce`."""
+        """Prepares ncclAllReduce of `tensor` on the current stream, in place."""
         op = self._operation(operation)
         return self._on_stream(lambda stream: self._communicator.allreduce(tensor, tensor, op, stream=stream))
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Backend.reduce`."""
+        """Prepares ncclReduce of `tensor` to the root on the current stream, in place."""
         op = self._operation(operation)
         return self._on_stream(lambda stream: self._communicator.reduce(tensor, tensor, op, root, stream=stream))
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Backend.reduce_scatter`."""
+        """Prepares ncclReduceScatter of `source` into this rank's `output` on the current stream."""
         op = self._operation(operation)
         return self._on_stream(lambda stream: self._communicator.reduce_scatter(source, output, op, stream=stream))
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_gather`."""
+        """Prepares ncclAllGather of every rank's `source` into `output` on the current stream, as bytes."""
         sent, received = _bytes(source), _bytes(output)
         return self._on_stream(lambda stream: self._communicator.allgather(sent, received, stream=stream))
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Backend.broadcast`."""
+        """Prepares ncclBroadcast of `tensor` from the root on the current stream, as bytes."""
         data = _bytes(tensor)
         return self._on_stream(lambda stream: self._communicator.broadcast(data, data, root, stream=stream))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_to_all`: sends and receives in one group of calls, as nccl-tests does it."""
+        """Prepares an all-to-all as sends and receives in one group of calls, as nccl-tests does it."""
         sent, received = _bytes(source).chunk(self._size), _bytes(output).chunk(self._size)
         return self._exchange([(peer, sent[peer], peer, received[peer]) for peer in range(self._size)])
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.send_receive`."""
+        """Prepares a send to the next rank and a receive from the previous one, in one group of calls."""
         return self._exchange(
             [((self.rank + 1) % self._size, _bytes(source), (self.rank - 1) % self._size, _bytes(output))]
         )
@@ -168,7 +168,7 @@ class NcclRawBackend:
         raise NotImplementedError("NCCL has no barrier")
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Waits for the device, then destroys the communicator."""
         torch.cuda.synchronize()
         self._communicator.destroy()
 

@@ -34,11 +34,11 @@ class ShmBackend:
         return cls(ShmGroup.create(store, rank, size, key="bench", timeout=timeout))
 
     def facts(self) -> dict[str, str]:
-        """See `Backend.facts`."""
+        """Returns the library, for the header of the table."""
         return {"library": "gradwire shared memory"}
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Backend.refusal`."""
+        """Returns why shared memory cannot run this; None if it can."""
         kind = ELEMENT_TYPES[element]
         if collective == "sendrecv":
             return "shared memory has no send and receive"
@@ -55,30 +55,30 @@ class ShmBackend:
         return None
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Backend.all_reduce`."""
+        """Prepares an all-reduce of `tensor` in shared memory, in place."""
         return partial(self._group.all_reduce, tensor, *self._translate(operation))
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Backend.reduce`."""
+        """Prepares a reduction of `tensor` to the root in shared memory, in place."""
         return partial(self._group.reduce, tensor, root, *self._translate(operation))
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Backend.reduce_scatter`. The group works in place on `source`; out of place the own part is copied."""
+        """Prepares a reduce-scatter in place on `source`; out of place, this rank's part is then copied to `output`."""
         bounds = even_bounds(source.numel(), self._group.size)
         reduce_scatter = partial(self._group.reduce_scatter, source, bounds, self._translate(operation)[0])
         part = source[bounds[self.rank] : bounds[self.rank + 1]]
         return reduce_scatter if part.data_ptr() == output.data_ptr() else copy_after(reduce_scatter, output, part)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_gather`."""
+        """Prepares an all-gather of every rank's `source` into `output`."""
         return partial(self._group.all_gather, output, source)
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Backend.broadcast`."""
+        """Prepares a broadcast of `tensor` from the root."""
         return partial(self._group.broadcast, tensor, root)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_to_all`."""
+        """Prepares an all-to-all of equal parts of `source` into `output`."""
         return partial(self._group.all_to_all, output, source)
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
@@ -86,11 +86,11 @@ class ShmBackend:
         raise NotImplementedError("shared memory has no send and receive")
 
     def barrier(self) -> Issue:
-        """See `Backend.barrier`."""
+        """Prepares a barrier of the group."""
         return self._group.barrier
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Closes the group and its shared memory."""
         self._group.close()
 
     def _translate(self, operation: str) -> tuple[float, str]:

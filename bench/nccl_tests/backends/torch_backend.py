@@ -37,11 +37,11 @@ class TorchBackend:
         self._backend = backend
 
     def facts(self) -> dict[str, str]:
-        """See `Backend.facts`."""
+        """Returns the library and its backend, for the header of the table."""
         return {"library": f"torch.distributed {self._backend}"}
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Backend.refusal`."""
+        """Returns why the backend of torch.distributed cannot run this; None if it can."""
         if operation == "mulsum":
             return f"torch.distributed has no mulsum on {self._backend}"
         if collective not in REDUCTIONS:
@@ -54,15 +54,15 @@ class TorchBackend:
         return None
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Backend.all_reduce`."""
+        """Prepares an all-reduce of `tensor`, in place."""
         return _issue(dist.all_reduce, tensor, _OPERATIONS[operation], self._group)
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Backend.reduce`."""
+        """Prepares a reduction of `tensor` to the root, in place."""
         return _issue(dist.reduce, tensor, root, _OPERATIONS[operation], self._group)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Backend.reduce_scatter`."""
+        """Prepares a reduce-scatter of `source` into this rank's `output`."""
         return _issue(
             dist.reduce_scatter_single,
             output,
@@ -72,19 +72,19 @@ class TorchBackend:
         )
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_gather`."""
+        """Prepares an all-gather of every rank's `source` into `output`; types that gloo refuses go as bytes."""
         return _issue(dist.all_gather_single, _movable(output), _movable(source), self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Backend.broadcast`."""
+        """Prepares a broadcast of `tensor` from the root; types that gloo refuses go as bytes."""
         return _issue(dist.broadcast, _movable(tensor), root, self._group)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.all_to_all`."""
+        """Prepares an all-to-all of equal parts of `source` into `output`; types that gloo refuses go as bytes."""
         return _issue(dist.all_to_all_single, _movable(output), _movable(source), None, None, self._group)
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Backend.send_receive`."""
+        """Prepares sending `source` to the next rank and receiving `output` from the previous one, in one batch."""
         if self._size == 1:
             return copy_first(output, source, Done)
         after, before = (self.rank + 1) % self._size, (self.rank - 1) % self._size
@@ -95,11 +95,11 @@ class TorchBackend:
         return lambda: Works(cast(list[Work], dist.batch_isend_irecv(calls)))
 
     def barrier(self) -> Issue:
-        """See `Backend.barrier`."""
+        """Prepares a barrier of the process group."""
         return _issue(dist.barrier, self._group)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Destroys the process group."""
         dist.destroy_process_group(self._group)
 
 

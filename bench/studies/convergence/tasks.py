@@ -258,15 +258,15 @@ class FashionTask(BatchedTask):
         )
 
     def load(self) -> None:
-        """See `Task.load`."""
+        """Reads the images and labels, so that forked ranks share them."""
         _ = self._train, self._test
 
     def model(self, seed: int) -> nn.Module:
-        """See `Task.model`."""
+        """Returns a new CNN, the same on every rank for the same seed."""
         return SmallCnn(seed, IMAGE_SIZES[self.size])
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """See `Task.optimizer`."""
+        """Returns SGD with momentum 0.9 and weight decay."""
         return SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4)
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -278,7 +278,7 @@ class FashionTask(BatchedTask):
         return images[chosen], labels[chosen]
 
     def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `BatchedTask.loss_of`."""
+        """Returns the mean cross-entropy of a batch: a scalar tensor with a graph."""
         return functional.cross_entropy(model(inputs), targets)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
@@ -346,16 +346,16 @@ class TextTask(BatchedTask):
         )
 
     def load(self) -> None:
-        """See `Task.load`."""
+        """Reads the text, so that forked ranks share it."""
         _ = self._text
 
     def model(self, seed: int) -> nn.Module:
-        """See `Task.model`."""
+        """Returns a new transformer, the same on every rank for the same seed."""
         size = TEXT_SIZES[self.size]
         return ByteTransformer(context=self.context, width=size.width, layers=size.layers, heads=size.heads, seed=seed)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """See `Task.optimizer`."""
+        """Returns AdamW with the learning rate of the size."""
         return AdamW(parameters, lr=TEXT_SIZES[self.size].lr, betas=(0.9, 0.95))
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -363,11 +363,11 @@ class TextTask(BatchedTask):
         return batch_at(self._text[0], step + SEED_STRIDE * seed, rank, batch=self.batch, context=self.context)
 
     def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `BatchedTask.loss_of`."""
+        """Returns the mean loss of a batch in nats a byte: a scalar tensor with a graph."""
         return loss_in_nats(model, inputs, targets)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
-        """See `Task.score`: bits."""
+        """Returns (sum of the batches' losses in bits a byte, number of batches) on held-out text, float64."""
         total = 0.0
         for number in range(self.validation_batches):
             inputs, targets = batch_at(self._text[1], number, rank, batch=8, context=self.context)

@@ -77,27 +77,27 @@ class WordsTask(BatchedTask):
         )
 
     def load(self) -> None:
-        """See `Task.load`."""
+        """Reads the text as numbers of words, so that forked ranks share it."""
         _ = self._numbers
 
     def model(self, seed: int) -> nn.Module:
-        """See `Task.model`."""
+        """Returns a new model of words, the same on every rank for the same seed."""
         return WordModel(seed)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """See `Task.optimizer`."""
+        """Returns Adam."""
         return Adam(parameters, lr=3e-3)
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-        """See `BatchedTask.batch_of`: eight words, and the one that follows."""
+        """Returns a rank's batch of a step: (eight words, the word that follows), a row for each sample."""
         return _places(self._numbers[0], step + SEED_STRIDE * seed, rank, self.batch)
 
     def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `BatchedTask.loss_of`."""
+        """Returns the mean cross-entropy of a batch: a scalar tensor with a graph."""
         return functional.cross_entropy(model(inputs), targets)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
-        """See `Task.score`: bits."""
+        """Returns (sum of the losses in bits, number of words) on held-out text, float64."""
         inputs, targets = _places(self._numbers[1], 0, rank, self.validation_places)
         bits = functional.cross_entropy(model(inputs), targets, reduction="sum").item() / math.log(2)
         return torch.tensor([bits, len(targets)], dtype=torch.float64)
