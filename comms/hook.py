@@ -12,7 +12,8 @@ the training thread between two steps. No lock is needed, because the two never 
 """
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -39,7 +40,7 @@ from gradwire.comms.session import GradientSession, GradientState, SessionRanks
 from gradwire.comms.step.backward_tracker import BackwardTracker, StepState, is_timed
 from gradwire.comms.step.features import HOOK_OPTIONS, OptionalMembers, refuse_without_option, state_class
 from gradwire.comms.step.listeners import EndedStep
-from gradwire.comms.step.model_group import NOT_ALL_CAME, checked_group, group_of
+from gradwire.comms.step.model_group import NOT_ALL_CAME, checked_group, divides_by_present, group_of, owners_of
 from gradwire.comms.streams import Mark
 from gradwire.compressors.base import Layout
 
@@ -121,6 +122,9 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         refuse_without_option(on_membership_change=on_membership_change, extra_state=extra_state)
         self.names = ParameterNames()
         self._backward = BackwardTracker()
+        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._has_inputs = True
+        """False in a step that `Join` takes for this rank, which has no inputs left: its gradients are zeros."""
         self._timed = True
         self._sparse: list[Bucket] = []
         self._buckets: list[Bucket] = []
@@ -258,7 +262,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         if connection.communicator.compressor is not None or self.NEEDS_LAYOUTS:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
-        for listener in connection.listeners.for_buckets:
+        for listener in connection.listeners.for_buckets if self._has_inputs else ():
             listener.bucket_came(layout, bucket.parameters(), flat)
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
@@ -368,18 +372,25 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
     def _check_group(self, bucket: GradBucket) -> None:
         """Finds the group of the model whose first bucket arrived, and raises if it differs from the state's own."""
         own = self._group if self._connection is None else self._connection.group
-        self._group = checked_group(self, bucket.parameters()[0], self.names.model(), own)
+        owners = owners_of(self, bucket.parameters()[0], self.names.model())
+        self._group = checked_group(owners, own)
+        if len(owners) == 1:
+            self._ddp = weakref.ref(owners[0])
 
     def _begin_step(self, connection: GradientSession) -> None:
         """Begins a step at its first bucket: decides what is timed and deferred, and tells the listeners."""
-        self._backward.begin(autograd_calls=queue_end_of_backward(self._backward_ended))
+        self._has_inputs = queue_end_of_backward(self._backward_ended)
+        self._backward.begin(autograd_calls=self._has_inputs)
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
             self._check_optimizers(self.names)
         communicator = connection.communicator
         if communicator.device.type == "cuda":
             communicator.executor.stats.timing = is_timed(self.steps) or connection.listeners.wants_times
         self._timed = connection.listeners.wants_arrivals or communicator.executor.stats.timing
-        self._step_options(connection.weights)
+        by_present = divides_by_present(self._ddp())
+        if by_present and connection.weights is None and self.config.sums.average:
+            connection.weigh_ranks()
+        self._step_options(connection.weights, has_inputs=self._has_inputs, by_present=by_present)
         connection.fusion.defers = self._backward.marks_last_bucket
         connection.grouping = connection.fusion
         connection.listeners.step_began(self.steps)

@@ -35,7 +35,7 @@ from gradwire.comms.step.features import (
     learn_cuts,
     measure_links,
     watch_steps,
-    weigh_by_samples,
+    weigh_ranks,
 )
 from gradwire.comms.step.listeners import Grouping, Listeners
 from gradwire.comms.transport.groups import check_transport
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from gradwire.comms.compression import Compression
     from gradwire.comms.loss_scale import LossScale, LossScaler
     from gradwire.comms.step.loaded import Loaded
+    from gradwire.comms.step.samples import SampleWeights
     from gradwire.compressors.optim.first_step import Check, HasParameters
 
 _numbers: "dict[tuple[str, str], count[int]]" = {}
@@ -340,11 +341,18 @@ class GradientSession(AveragingSession):
         self.compare_loaded(changed=previous is not None or joined)
         self.scale, self.after = _factors(config, self.communicator)
         """Factors on every rank's gradients, and on their sum."""
-        self.weights = weigh_by_samples(self.listeners, self.communicator, config)
-        """Weights of gradients by samples, applied before anything else; None if all ranks weigh the same."""
+        self.weights: SampleWeights | None = None
+        """Weights of the ranks' gradients, applied before anything else; None if all ranks weigh the same."""
+        if config.sums.kind == SAMPLES:
+            self.weigh_ranks()
         self.watch_steps(previous)
         if previous is None and not joined:
             learn_cuts(self.listeners, self.communicator, self.fusion, name, names.shapes)
+
+    def weigh_ranks(self) -> None:
+        """Weighs each rank's gradients in each step from the next one on; every rank calls it before the same step."""
+        self.weights = weigh_ranks(self.listeners, self.communicator)
+        self.scale, self.after = 1.0, 1.0
 
     @property
     def last_sizes(self) -> Sequence[int]:
@@ -855,8 +863,6 @@ def _factors(config: Config, communicator: Communicator) -> tuple[float, float]:
     if not sums.average:
         return 1.0, 1.0
     cluster = communicator.cluster
-    if sums.kind == SAMPLES:
-        return 1.0, 1.0  # each step's weights come before
     if sums.predivide is not None:
         return 1.0 / sums.predivide, sums.predivide / cluster.size
     return 1.0 / cluster.size, 1.0

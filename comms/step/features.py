@@ -84,7 +84,7 @@ class OptionalMembers:
         With `reduction="samples"` each rank sets it before its backward pass, and whenever it changes; gradients are
         then averaged over samples, exactly: n_i / N scales each rank's gradient before the sum. If gradients are
         accumulated, it is the number of samples of all micro-batches, which must have equal weights in the loss. A rank
-        with 0 takes part and adds nothing.
+        with 0 takes part and adds nothing, as do those that have run out of inputs in `Join`.
 
         Raises:
             ValueError: On assignment: `reduction` is not "samples", or the number is negative.
@@ -126,10 +126,19 @@ class OptionalMembers:
     def admit_joining(self) -> None:
         """Admits the processes that wait to join; the model calls it before each forward pass in elastic training."""
 
-    def _step_options(self, weights: "SampleWeights | None") -> None:
-        """Copies the user's number of samples to the listener that weighs gradients; None: nothing to do."""
-        if weights is not None:
-            weights.count = self._samples
+    def _step_options(self, weights: "SampleWeights | None", *, has_inputs: bool, by_present: bool) -> None:
+        """Tells the listener that weighs gradients how many samples this rank's next ones are the mean of.
+
+        Args:
+            weights: The listener; None if all ranks weigh the same.
+            has_inputs: Whether the gradients are of a backward pass, not the zeros that `Join` sends for a rank that
+                has no inputs left.
+            by_present: Whether only ranks that have inputs count, of which all weigh the same without samples.
+        """
+        if weights is not None and self.config.sums.kind == SAMPLES:
+            weights.count = self._samples if has_inputs else 0
+        elif weights is not None:
+            weights.count = int(has_inputs or not by_present)
 
 
 def compress_steps(
@@ -250,10 +259,8 @@ def compare_loaded(
         listeners.add(order.LOADED, LoadConsistencyCheck(communicator, source, different, like, compared))
 
 
-def weigh_by_samples(listeners: Listeners, communicator: Communicator, config: Config) -> "SampleWeights | None":
-    """Adds and returns the listener that weighs gradients by samples; None without `reduction="samples"`."""
-    if config.sums.kind != SAMPLES:
-        return None
+def weigh_ranks(listeners: Listeners, communicator: Communicator) -> "SampleWeights":
+    """Adds and returns the listener that weighs each rank's gradients in each step."""
     from gradwire.comms.step.samples import SampleWeights
 
     weights = SampleWeights(communicator)

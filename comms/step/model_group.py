@@ -50,35 +50,49 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     return None if parameter is None else _only_group(_owners(parameter))
 
 
-def checked_group(
-    state: object, parameter: Tensor, bound: nn.Module | None, own: dist.ProcessGroup | None
-) -> dist.ProcessGroup | None:
-    """Returns the group that a state averages over, when its first bucket has come.
+def owners_of(state: object, parameter: Tensor, bound: nn.Module | None) -> list[DistributedDataParallel]:
+    """Returns the DDP models that may have called a state with its first bucket: one, if it can be told.
 
     Args:
         state: The hook's state.
         parameter: One of the bucket's parameters.
         bound: The model that the state was made from.
+    """
+    if isinstance(bound, DistributedDataParallel) and any(each is parameter for each in bound._module_parameters):
+        return [bound]
+    owners = _owners(parameter)
+    registered = [each for each in owners if any(each_state is state for _, each_state in each._comm_hooks)]
+    return registered or owners
+
+
+def checked_group(owners: Sequence[DistributedDataParallel], own: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns the group that a state averages over, when its first bucket has come.
+
+    Args:
+        owners: DDP models whose gradients they may be; see `owners_of`.
         own: The group that the state was made with, or has connected in; None if there is none yet.
 
     Returns:
-        `own`, or without it the group of the DDP model that holds the parameter; None if there is no such model.
+        `own`, or without it the group of the DDP models; None if there are none.
 
     Raises:
-        ValueError: `own` has other ranks than the model's group.
+        ValueError: `own` has other ranks than the group of the DDP models.
     """
-    if isinstance(bound, DistributedDataParallel) and any(each is parameter for each in bound._module_parameters):
-        owners = [bound]
-    else:
-        owners = _owners(parameter)
-        registered = [each for each in owners if any(each_state is state for _, each_state in each._comm_hooks)]
-        owners = registered or owners
     wanted = _only_group(owners)
     if own is None or wanted is None:
         return own or wanted
     if _ranks(own) != _ranks(wanted):
         raise ValueError(OTHER_GROUP.format(own=_words(own), wanted=_words(wanted)))
     return own
+
+
+def divides_by_present(model: DistributedDataParallel | None) -> bool:
+    """Returns whether a model is in `Join(..., divide_by_initial_world_size=False)`: ranks without inputs do not count.
+
+    Args:
+        model: The DDP model; None if it is not known, or freed.
+    """
+    return model is not None and model._join_config.enable and not model._divide_by_initial_world_size
 
 
 def _owners(parameter: Tensor) -> list[DistributedDataParallel]:

@@ -104,8 +104,8 @@ class PassesPerStep(StepListener):
             self._sample = [(each, each._version) for each in parameters]
 
     def step_ended(self, step: EndedStep) -> None:
-        """Counts a pass, unless nothing is compressed."""
-        self._passes += not self._compression.is_idle
+        """Counts a pass with gradients of this rank, unless nothing is compressed."""
+        self._passes += bool(self._sample) and not self._compression.is_idle
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Records that an optimizer begins a step, and how many averaged passes came since the last one.

@@ -34,6 +34,12 @@ TRAINING = {
     "two_models": 0.0,
     "state_before_model": 1e-6,
     "uneven_inputs": 1e-6,
+    "uneven_inputs_of_which_those_present_count": 1e-6,
+    "uneven_inputs_counted_without_the_model": 1e-6,
+    "uneven_inputs_in_few_bits": 1e-3,  # 8 bits of 0.1 of each gradient
+    "uneven_inputs_by_samples": 1e-6,
+    "uneven_inputs_and_a_momentum": 1e-6,
+    "counted_otherwise_in_each_epoch": 1e-6,
     "mixed_dtypes": 4e-3,  # one bfloat16 rounding of a weight below 0.5
 }
 """Scenario -> largest difference to plain DDP: another order of the same float32 sums."""

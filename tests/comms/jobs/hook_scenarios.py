@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -223,17 +224,75 @@ def state_before_model() -> dict[str, object]:
     return {"difference": (plain - hooked).abs().max().item(), "digest": digest(hooked), "steps": state.steps}
 
 
+def uneven(all_count: bool = True, momentum: float = 0.0, made_from: str = "ddp", **options: Any) -> dict[str, object]:
+    """Two epochs in which ranks run out of inputs one after the other, in the second all but one from the start.
+
+    With a compressor the momentum is its own, and plain DDP's optimizer has it.
+    """
+
+    def run(hook: bool) -> Tensor:
+        model = DistributedDataParallel(perceptron())
+        if hook:
+            given = {"ddp": model, "module": model.module, "nothing": None}[made_from]
+            state = gradwire.HookState(given, hostname=NODE, **options)
+            model.register_comm_hook(state, gradwire.comm_hook)
+        kept = 0.0 if hook and "compressor" in options else momentum
+        for steps in (3 + RANK, 4 * (RANK == 1)):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=kept)
+            with Join([model], divide_by_initial_world_size=all_count):
+                for step in range(steps):
+                    optimizer.zero_grad()
+                    if hook and "reduction" in options:
+                        state.samples = 1
+                    model(inputs(step)).square().mean().backward()
+                    optimizer.step()
+            if momentum:
+                break  # a new optimizer has no momentum, and the compressor keeps its own
+        return torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
+
+    plain, hooked = run(False), run(True)
+    return {"difference": (plain - hooked).abs().max().item(), "digest": digest(hooked)}
+
+
 def uneven_inputs() -> dict[str, object]:
+    return uneven()
+
+
+def uneven_inputs_of_which_those_present_count() -> dict[str, object]:
+    return uneven(all_count=False)
+
+
+def uneven_inputs_counted_without_the_model() -> dict[str, object]:
+    return uneven(all_count=False, made_from="nothing")
+
+
+def uneven_inputs_in_few_bits() -> dict[str, object]:
+    return uneven(all_count=False, made_from="module", compressor="int8")
+
+
+def uneven_inputs_by_samples() -> dict[str, object]:
+    return uneven(all_count=False, reduction="samples")
+
+
+def uneven_inputs_and_a_momentum() -> dict[str, object]:
+    onebit = {"warmup_steps": 100, "momentum": 0.9}  # exact until then
+    return uneven(momentum=0.9, compressor="onebit", compressor_options=onebit)
+
+
+def counted_otherwise_in_each_epoch() -> dict[str, object]:
+    """A script divides by the present ranks, then by all, then trains without `Join`."""
+
     def run(hook: bool) -> Tensor:
         model = DistributedDataParallel(perceptron())
         if hook:
             model.register_comm_hook(gradwire.HookState(model, hostname=NODE), gradwire.comm_hook)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with Join([model]):
-            for step in range(3 + RANK):
-                optimizer.zero_grad()
-                model(inputs(step)).square().mean().backward()
-                optimizer.step()
+        for all_count in (False, True, None):
+            with nullcontext() if all_count is None else Join([model], divide_by_initial_world_size=all_count):
+                for step in range(2 if all_count is None else 1 + RANK):
+                    optimizer.zero_grad()
+                    model(inputs(step)).square().mean().backward()
+                    optimizer.step()
         return torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
 
     plain, hooked = run(False), run(True)
@@ -329,6 +388,12 @@ SCENARIOS: list[Scenario] = [
     two_models,
     state_before_model,
     uneven_inputs,
+    uneven_inputs_of_which_those_present_count,
+    uneven_inputs_counted_without_the_model,
+    uneven_inputs_in_few_bits,
+    uneven_inputs_by_samples,
+    uneven_inputs_and_a_momentum,
+    counted_otherwise_in_each_epoch,
     compressed,
     overflow_under_a_grad_scaler,
     registered_twice_and_copied,
