@@ -8,10 +8,10 @@ flushing and the check of optimizers.
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -67,8 +67,12 @@ if TYPE_CHECKING:
     from gradwire.comms.step.samples import SampleWeights
     from gradwire.compressors.optim.first_step import Check, HasParameters
 
-_numbers: "dict[tuple[str, str], count[int]]" = {}
-"""(Kind, process group) -> counter of the sessions of that kind, which all ranks make in the same order."""
+_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]" = weakref.WeakKeyDictionary()
+"""Process group -> numbers of sessions of each kind so far; its ranks make them in the same order.
+
+By the group itself: torch gives names again after `destroy_process_group()`, and of the new group's ranks some may have
+been in the old one, and others not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,9 @@ class SessionRanks:
             group: The process group; all its ranks make their sessions of a kind in the same order.
             kind: Kind of session, such as `hook`.
         """
-        return f"{kind}{next(_numbers.setdefault((kind, group.group_name), count()))}"
+        numbers = _numbers.setdefault(group, Counter())
+        numbers[kind] += 1
+        return f"{kind}{numbers[kind] - 1}"
 
 
 class AveragingSession:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,6 @@ from gradwire.comms.transport.launch_order import SerializesLaunches
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
 CPU = torch.device("cpu")
-
-_applied = count()
-"""Counts the calls of `apply` in this process; the count names a call's keys in the store, so ranks must call alike."""
 
 NOT_SHARDED = (
     "`model` has no module that torch.distributed.fsdp.fully_shard (FSDP2), or replicate of "
@@ -129,7 +126,7 @@ def apply(
         f"seed={seed}, {_shapes(param_groups, names)}"
     )
     config = config.with_timeout_of(timeout_of(dist.group.WORLD, param_groups[0].device if param_groups else CPU))
-    number = str(next(_applied))
+    number = SessionRanks.name_in(dist.group.WORLD, "grid")
     agree_on_grid(
         store_of(dist.group.WORLD),
         number,

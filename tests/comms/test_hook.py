@@ -1,6 +1,7 @@
 """The hook inside real DDP jobs, four processes on two logical nodes: equal to plain DDP, equal on all ranks."""
 
 import gc
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
+from gradwire.comms.bootstrap.compat import PrefixStore, TCPStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.hook import PYTHON_REDUCER
 from gradwire.comms.step import features
@@ -115,6 +117,29 @@ def test_a_copied_state_is_new_and_keeps_its_configuration(results: Results) -> 
 
 def test_the_compiled_autograd_reducer_is_refused_in_clear_words(results: Results) -> None:
     assert all(PYTHON_REDUCER in str(result["compiled_python_reducer"].get("error")) for result in results)
+
+
+def train_in_one_group_after_the_other(rank: int) -> list[float]:
+    """This rank's gradient in each of three default groups, which have other ranks, and other models before."""
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
+    found = []
+    for number, size in enumerate((2, 3, 3)):
+        if rank < size:
+            dist.init_process_group("gloo", store=PrefixStore(str(number), store), rank=rank, world_size=size)
+            for compressor in ("none", "int8"):
+                model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1, bias=False))
+                model.register_comm_hook(gradwire.HookState(model, compressor=compressor), gradwire.comm_hook)
+                model(torch.full((1, 4), float(rank))).sum().backward()
+                found.append(next(model.parameters()).grad[0, 0].item())  # type: ignore[index]
+            dist.barrier()
+            dist.destroy_process_group()
+    return found
+
+
+def test_a_default_group_that_follows_another_one_may_have_other_ranks(processes: Processes) -> None:
+    """`destroy_process_group()`, then `init_process_group()` with another world size, in processes that live on."""
+    results = processes(3, train_in_one_group_after_the_other, nodes="aab")
+    assert results == [pytest.approx(wanted, abs=1e-6) for wanted in ([0.5] * 2 + [1.0] * 4,) * 2 + ([1.0] * 4,)]
 
 
 class HandMadeBucket:
