@@ -23,11 +23,12 @@ from gradwire.comms.bootstrap.compat import (
     REGISTER_BUILTIN,
     GradBucket,
     comm_hook_name,
+    ddp_models,
     is_known,
     rename_comm_hook,
     steps_in_backward,
 )
-from gradwire.comms.config import AUTOMATIC, Config
+from gradwire.comms.config import AUTOMATIC, Config, unused_variables
 from gradwire.comms.sharded.param_groups import at_first_sharded_backward, is_replicated, sharded_param_groups
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ _replicated = False
 _said: set[str] = set()
 """Texts that were logged already."""
 _looked = False
-"""True once an optimizer has stepped, and `_look_for_models` has looked."""
+"""True once an optimizer has stepped, and `_look_for_models` or `_explain_unused_variables` has looked."""
+_expects_hook = False
+"""True once `expect_hook` was called."""
 _original = (
     DistributedDataParallel.__init__,
     DistributedDataParallel.register_comm_hook,
@@ -102,6 +105,14 @@ def install() -> None:
     at_first_sharded_backward(_add_replicated)
     for name, method in (("__init__", make), ("register_comm_hook", register_own), (REGISTER_BUILTIN, builtin)):
         setattr(DistributedDataParallel, name, method)
+
+
+def expect_hook() -> None:
+    """Makes the first optimizer step warn if variables of options are set but no model has a hook that reads them."""
+    global _expects_hook
+    if not _expects_hook:
+        _expects_hook = True
+        register_optimizer_step_pre_hook(_explain_unused_variables)
 
 
 def automatic_of(model: DistributedDataParallel) -> "HookState | None":
@@ -224,6 +235,27 @@ def _look_for_models(optimizer: Optimizer, args: object, named: object) -> None:
         f"{type(optimizer).__name__}: gradients travel as without it. FSDP2 takes "
         "`gradwire.fsdp.apply(model, ...)` after the last fully_shard; FSDP1 takes nothing of gradwire's"
     )
+
+
+def _explain_unused_variables(optimizer: Optimizer, args: object, named: object) -> None:
+    """Logs once, before the first step with a DDP model, that variables of gradwire's options have no effect.
+
+    Args:
+        optimizer: Optimizer that is about to step; not used.
+        args: Positional arguments of its step; not used.
+        named: Keyword arguments of its step; not used.
+    """
+    global _looked
+    if _looked or not dist.is_initialized():
+        return
+    _looked = True
+    if (unused := unused_variables()) and ddp_models():
+        are, they_have = ("is", "it has") if len(unused) == 1 else ("are", "they have")
+        _say(
+            f"{', '.join(f'`{name}`' for name in unused)} {are} set, but no DistributedDataParallel has a hook of "
+            f"gradwire's, so {they_have} no effect; write `gradwire.attach(model)` after the model is wrapped, or put "
+            f"{AUTOMATIC}={unused.get('GRADWIRE_COMPRESSOR', 'none')} before the command"
+        )
 
 
 def _replace(model: DistributedDataParallel, hook: Callable[..., FutureTensor], state: object) -> None:

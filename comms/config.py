@@ -446,6 +446,8 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
     """Holds all options that a user can set; equal on all ranks, except those that are "own on every rank"."""
 
     def __post_init__(self) -> None:
+        global _made
+        _made = True
         for part in (Planning, Compressing, Summing, Fusing, Watching, Surviving):
             part.__post_init__(self)
         if self.elastic and self.transport_name == "mpi":
@@ -580,6 +582,8 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         return {name: _plain(value) for name, value in values.items()}
 
 
+_made = False
+"""True once this process has made a `Config`, as every hook, wrapper and backend of gradwire does."""
 _warned: set[str] = set()
 """Names of misspelt variables that a warning was logged about."""
 
@@ -662,6 +666,18 @@ def asks(name: str, value: object) -> bool:
 def automatic_hook_wanted() -> bool:
     """Returns whether GRADWIRE_HOOK is set; its value is checked when the first model is made."""
     return bool(os.environ.get(AUTOMATIC))
+
+
+def unused_variables() -> dict[str, str]:
+    """Returns the variables of options that are set although nothing of gradwire that takes options is in use yet.
+
+    There are none once a `Config` was made, and if GRADWIRE_HOOK is set. GRADWIRE_HOSTNAME does not count: it also says
+    which emulated node a process is on.
+    """
+    if _made or automatic_hook_wanted():
+        return {}
+    names = (ENVIRONMENT_PREFIX + name for name in _VARIABLES if name != "HOSTNAME")
+    return {name: value for name in names if (value := os.environ.get(name))}
 
 
 def _plain(value: object) -> str:

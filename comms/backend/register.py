@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gradwire.comms.config import automatic_hook_wanted
+from gradwire.comms.config import automatic_hook_wanted, unused_variables
 from gradwire.comms.environment import watch_wanted
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ log = logging.getLogger("gradwire")
 def register() -> None:
     """Registers the backend and the rendezvous `mpi://` once, and what environment variables switch on.
 
-    These are the automatic hook (GRADWIRE_HOOK) and the watch (GRADWIRE_WATCH). It does nothing if torch was
-    built without torch.distributed.
+    These are the automatic hook (GRADWIRE_HOOK), the watch (GRADWIRE_WATCH), and a warning for options that are set
+    without a hook. It does nothing if torch was built without torch.distributed.
 
     It is called by torch itself (entry point `torch.backends`), by `import gradwire` if torch is already imported, and
     on the first use of gradwire's names.
@@ -38,6 +38,10 @@ def register() -> None:
         from gradwire.comms.automatic import install
 
         install()
+    if dist.is_available() and unused_variables():
+        from gradwire.comms.automatic import expect_hook
+
+        expect_hook()
     if dist.is_available() and watch_wanted():
         from gradwire.comms.watch.watch import install as install_watch
 

@@ -247,11 +247,11 @@ dist.destroy_process_group()
 """
 
 
-def run_script(**variables: str) -> subprocess.CompletedProcess[str]:
+def run_script(script: str = SCRIPT, **variables: str) -> subprocess.CompletedProcess[str]:
     world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     with held_port() as port:
         return subprocess.run(
-            [sys.executable, "-c", SCRIPT],
+            [sys.executable, "-c", script],
             env=os.environ | world | {"MASTER_PORT": str(port)} | variables,
             capture_output=True,
             text=True,
@@ -271,6 +271,42 @@ def test_an_unmodified_script_has_the_hook_and_says_so_once() -> None:
 def test_a_wrong_value_is_an_error_that_names_the_variable() -> None:
     done = run_script(GRADWIRE_HOOK="int9")
     assert done.returncode != 0 and "ValueError: `GRADWIRE_HOOK` is 'int9'; wanted one of none, fp16" in done.stderr
+
+
+OPTIONS_ALONE = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+HOW = "{how}"
+if HOW == "imported":
+    import gradwire
+    from gradwire.comms.hook import HookState
+model = torch.nn.Linear(4, 4)
+dist.init_process_group("gradwire" if HOW == "backend" else "gloo")
+if HOW != "imported":
+    model = DistributedDataParallel(model)
+if HOW == "attached":
+    import gradwire
+    gradwire.attach(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "imported", "attached", "backend"])
+def test_options_without_a_hook_are_explained_once_where_ddp_trains(how: str) -> None:
+    variables = {"GRADWIRE_COMPRESSOR": "" if how == "backend" else "int8", "GRADWIRE_PLAN": "flat"}
+    done = run_script(OPTIONS_ALONE.format(how=how), GRADWIRE_NIC_BYTES_PER_SECOND="", **variables)
+    assert done.returncode == 0, done.stderr
+    words = (
+        "gradwire: `GRADWIRE_PLAN`, `GRADWIRE_COMPRESSOR` are set, but no DistributedDataParallel has a hook of "
+        "gradwire's, so they have no effect; write `gradwire.attach(model)` after the model is wrapped, or put "
+        "GRADWIRE_HOOK=int8 before the command\n"
+    )
+    assert (done.stderr.count(words), done.stderr.count("no effect")) == ((1, 1) if how == "plain" else (0, 0))
 
 
 def test_the_variable_and_another_one_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.comms import config as config_module
 from gradwire.comms.config import (
     COMPRESSION,
     ELASTIC,
@@ -17,6 +18,7 @@ from gradwire.comms.config import (
     Config,
     PlanChoice,
     Reduction,
+    unused_variables,
 )
 from gradwire.compressors.registry import names
 
@@ -156,6 +158,22 @@ def test_a_misspelt_variable_is_warned_of_once(
         "gradwire: `GRADWIRE_COMPRESOR` is set, and nothing reads it; wanted `GRADWIRE_COMPRESSOR`?",
         "gradwire: `GRADWIRE_TIMEOUT` is set, and nothing reads it; wanted `GRADWIRE_TIMEOUT_SECONDS`?",
     ]
+
+
+def test_variables_are_unused_until_a_configuration_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, _, _ in VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(config_module, "_made", False)
+    monkeypatch.setenv("GRADWIRE_HOSTNAME", "node0")
+    monkeypatch.setenv("GRADWIRE_COMPRESSOR", "")
+    assert unused_variables() == {}
+    monkeypatch.setenv("GRADWIRE_PLAN", "flat")
+    assert unused_variables() == {"GRADWIRE_PLAN": "flat"}
+    monkeypatch.setenv("GRADWIRE_HOOK", "none")
+    assert unused_variables() == {}
+    monkeypatch.delenv("GRADWIRE_HOOK")
+    Config()
+    assert unused_variables() == {}
 
 
 @pytest.mark.parametrize("field", FIELDS)
