@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gdr-check": ("gradwire.cli.gdr_check", "check the GPUDirect RDMA configuration"),
     "selftest": ("gradwire.bench.selftest.command", "check kernels, NCCL and short trainings on this machine"),
     "bench": ("gradwire.bench.nccl_tests.command", "time collectives (flags of nccl-tests), kernels and codecs"),
-    "compare": ("gradwire.cli.compare", "compare plain DDP, torch's hooks and gradwire, or with your script"),
+    "compare": ("gradwire.bench.compare.script", "compare plain DDP, torch's hooks and gradwire, or with your script"),
     "emulate": ("gradwire.bench.emulation.command", "run a command on an emulated cluster (network namespaces)"),
     "plot": ("gradwire.bench.plot.command", "draw the JSON output of bench, compare and traces"),
 }

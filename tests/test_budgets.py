@@ -20,8 +20,8 @@ MOST_LINES = {
     "topology": 9_265,
     "compressors": 4_100,
     "comms": 24_800,
-    "bench": 12_290,
-    "gradwire": 1_800,
+    "bench": 12_660,
+    "gradwire": 1_470,
     "bench/studies": 5_600,
 }
 """Folder -> lines of code: no blank lines, comments and docstrings; `bench` without its studies, which are not in the

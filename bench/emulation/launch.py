@@ -1,5 +1,6 @@
 """Start of ranks as processes, with their output and exit statuses; none is left behind."""
 
+import math
 import select
 import signal
 import socket
@@ -18,6 +19,9 @@ from gradwire.bench.emulation.placement import Order, Placement, place_ranks, to
 
 TERMINATE_SECONDS = 5.0
 """Seconds that a rank has to end after SIGTERM before it is killed."""
+
+ASK_SECONDS = 1.0
+"""Seconds between two calls of the callback that says whether all ranks are to be ended."""
 
 RankLine = Callable[[int, str], None]
 """Callback with (rank, line without its newline) for every line that a rank prints, from one thread for each rank."""
@@ -107,25 +111,38 @@ class Ranks:
                 except Exception as error:  # noqa: BLE001 - `wait` raises it; unread, a rank would stand still
                     self._line_error = self._line_error or error
 
-    def wait(self, timeout_seconds: float | None, grace_seconds: float, needed: Sequence[int] = ()) -> JobOutcome:
+    def wait(
+        self,
+        timeout_seconds: float | None,
+        grace_seconds: float,
+        needed: Sequence[int] = (),
+        stop: Callable[[], bool] | None = None,
+    ) -> JobOutcome:
         """Waits until every rank has ended, or ends those that run too long; returns their statuses and output.
 
         Args:
             timeout_seconds: Time limit of the whole job since its start; None for no limit.
             grace_seconds: Seconds for which the others may go on after the first rank failed, to print their errors.
             needed: Process IDs of children of this process; if one of them ends, all ranks are ended at once.
+            stop: Callback that is asked once in `ASK_SECONDS`; once it returns True, all ranks are ended.
 
         Raises:
             Exception: The first exception that `on_line` raised, once all ranks have ended.
         """
         limit = float("inf") if timeout_seconds is None else self._started + timeout_seconds
         deadline = limit
-        while self._running() and time.monotonic() < deadline and not any(map(_has_ended, needed)):
+        while (
+            self._running()
+            and time.monotonic() < deadline
+            and not any(map(_has_ended, needed))
+            and not (stop is not None and stop())
+        ):
             if self._first_failure is not None:
                 # From the first failure on; later rounds do not prolong it.
                 deadline = min(deadline, time.monotonic() + grace_seconds)
                 grace_seconds = float("inf")
-            self._wait_for_an_end(deadline, needed)
+            asked_again = math.inf if stop is None else time.monotonic() + ASK_SECONDS
+            self._wait_for_an_end(min(deadline, asked_again), needed)
         timed_out = bool(self._running()) and time.monotonic() >= limit
         self.stop()
         for reader in self._readers:

@@ -6,19 +6,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.bench.compare import script as compare
+from gradwire.bench.compare import script_rank
 from gradwire.bench.compare.report import ConfigurationResult
-from gradwire.bench.emulation.launch import python_module
+from gradwire.bench.compare.script import (
+    PLAIN,
+    WARM_UP_STEPS,
+    ConfigurationRun,
+    _Runs,
+    configurations_of,
+    main,
+    what_to_write,
+)
+from gradwire.bench.emulation.launch import JobOutcome, RankLine, python_module
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.signals import EndedBySignal
 from gradwire.bench.terminal import PlainLines
-from gradwire.cli import compare, compare_rank
-from gradwire.cli.compare import PLAIN, WARM_UP_STEPS, ConfigurationRun, _Runs, configurations_of, main, what_to_write
 
 TRAIN = """
 import sys, torch, torch.distributed as dist
@@ -42,7 +51,10 @@ def test_the_error_is_that_of_the_rank_that_came_least_far() -> None:
         run.records[rank] = records([], hook="")[:made]
         run.other[rank] = ["Traceback", f"RuntimeError: from rank {rank}"]
     run.other[1] += ["", "it ends"]
-    assert str(run.result(3, counted=False).reason).endswith("its output says: RuntimeError: from rank 1")
+    reason = str(run.result(3, counted=False).reason)
+    assert reason.endswith("rank 1 printed last:\n  Traceback\n  RuntimeError: from rank 1\n  it ends")
+    run.failures = {0: (9.0, 7), 2: (8.0, -9)}
+    assert "rank 2 failed with status -9, and printed last:\n  Traceback\n" in str(run.result(3, counted=False).reason)
 
 
 def records(seconds: list[float], loss: float = 1.0, hook: str = "", carried: int = 10) -> list[dict[str, Any]]:
@@ -52,7 +64,7 @@ def records(seconds: list[float], loss: float = 1.0, hook: str = "", carried: in
         moment += length
         found.append(
             {
-                compare_rank.STEP: number,
+                script_rank.STEP: number,
                 "moment": moment,
                 "gradient_nbytes": 8,
                 "carried": [carried * number, 0],
@@ -181,6 +193,73 @@ def test_a_stop_shows_what_was_measured(
     assert "torch fp16 hook" in caught.out and "2.000" in caught.out
 
 
+class FailingCluster:
+    """Stands for emulated nodes on which rank 1 of a script fails."""
+
+    interfaces = ("eth0",)
+    runs = 0
+
+    def __init__(self, nodes: list[int], nic: str) -> None:
+        self.nodes = nodes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def run(self, command: list[str], *, on_line: RankLine, **options: object) -> JobOutcome:
+        FailingCluster.runs += 1
+        on_line(0, "waiting for rank 1")
+        on_line(1, "FileNotFoundError: train.csv")
+        return JobOutcome(returncodes=(-15, 3), output=("", ""), seconds=1.0, first_failure=1, timed_out=False)
+
+
+def test_a_script_that_fails_runs_once_and_its_error_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(compare, "launcher_variables", dict)
+    monkeypatch.setattr(compare, "available", lambda: None)
+    monkeypatch.setattr(compare, "EmulatedCluster", FailingCluster)
+    monkeypatch.setattr(FailingCluster, "runs", 0)
+    assert main(["--nodes", "2", "--ranks-per-node", "1", "--script", str(script)]) == 1
+    said = capsys.readouterr().err
+    assert "the script does not run under plain DDP: it made 0 steps on all ranks, 7 are needed; rank 1 failed" in said
+    assert "with status 3, and printed last:\n  FileNotFoundError: train.csv\n" in said
+    assert FailingCluster.runs == 1
+
+
+FAILS = """
+import os, pathlib, torch.distributed as dist
+with pathlib.Path("begun").open("a") as file:
+    file.write(os.environ["RANK"])
+if os.environ["RANK"] == "1":
+    raise FileNotFoundError("train.csv")
+dist.init_process_group("gloo")  # waits for rank 1
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_on_one_rank_ends_the_others_and_the_comparison(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradwire", "compare"]
+    done = subprocess.run(
+        python_module(*launcher, "--script", "train.py"),
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "rank 1 failed with status 1, and printed last:" in done.stderr
+    assert "  FileNotFoundError: train.csv" in done.stderr
+    assert sorted((tmp_path / "begun").read_text()) == ["0", "1"]
+
+
 def test_a_rank_reports_each_step_with_its_loss(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,12 +275,12 @@ def test_a_rank_reports_each_step_with_its_loss(
 
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit):
-        compare_rank.main(["3", "torch fp16 hook", "", str(train), "99", "alone"])
+        script_rank.main(["3", "torch fp16 hook", "", str(train), "99", "alone"])
     run = ConfigurationRun("x")
     for line in capfd.readouterr().out.splitlines():
         run.line(0, line)
     own = run.records[0]
-    assert [each[compare_rank.STEP] for each in own] == [1, 2, 3]
+    assert [each[script_rank.STEP] for each in own] == [1, 2, 3]
     assert own[0]["loss"] > own[2]["loss"] > 0.0
     assert own[0]["gradient_nbytes"] == 4 * (300 * 100 + 100)
 

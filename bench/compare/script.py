@@ -6,11 +6,14 @@ emulated nodes; under torchrun, mpirun or srun each rank runs it at its place in
 
 import argparse
 import json
+import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from gradwire.bench.compare.configurations import compressor_names
 from gradwire.bench.compare.options import build_parser, check_outputs, parse
 from gradwire.bench.compare.replay import Scale
 from gradwire.bench.compare.report import ConfigurationResult, Measured, describe_emulated, middle, report, shape
+from gradwire.bench.compare.script_rank import STEP, TORCH_HOOKS
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.command import ranks_of_nodes
 from gradwire.bench.emulation.fork import BAD_FLAG
@@ -33,7 +37,7 @@ from gradwire.bench.emulation.signals import EndedBySignal, clean_end
 from gradwire.bench.nccl_tests.ranks import World, meet
 from gradwire.bench.nccl_tests.start import Start, find_start, speaks
 from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, progress_bar
-from gradwire.cli.compare_rank import STEP, TORCH_HOOKS
+from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.boundary.gathering import gather_records
 from gradwire.comms.config import AUTOMATIC
 from gradwire.comms.environment import launcher_variables
@@ -56,13 +60,15 @@ class ConfigurationRun:
 
     Attributes:
         name: Name of the configuration.
-        records: Rank -> records of its steps, as `compare_rank` printed them.
+        records: Rank -> records of its steps, as `script_rank` printed them.
         other: Rank -> lines of the script's own output.
+        failures: Rank -> (time of its end in seconds since the epoch, its exit status), of ranks that failed.
     """
 
     name: str
     records: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     other: dict[int, list[str]] = field(default_factory=dict)
+    failures: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def line(self, rank: int, text: str) -> bool:
         """Stores a line that a rank printed; returns True if it is the record of a step."""
@@ -120,12 +126,20 @@ class ConfigurationRun:
         return next(iter(sorted(hooks - expected - {""})), None)
 
     def _why_not(self, steps: int) -> str:
-        """Returns why there are no figures, with the last error or line of the rank that reported the fewest steps."""
-        ranks = sorted(self.other, key=lambda rank: len(self.records.get(rank, ())))
-        said = [[text for text in reversed(self.other[rank]) if text.strip()] for rank in ranks]
-        errors = (text for own in said for text in own[:_LAST_LINES] if "Error" in text)
-        last = next(errors, next((own[0] for own in said if own), "nothing"))
-        return f"it made {steps} steps on all ranks, {WARM_UP_STEPS + 2} are needed; its output says: {last.strip()}"
+        """Returns why there are no figures, with the last lines of the rank that failed first, or else came least far.
+
+        Args:
+            steps: Number of steps that all ranks have made.
+        """
+        made = f"it made {steps} steps on all ranks, {WARM_UP_STEPS + 2} are needed; "
+        ranks = {*self.other, *self.failures}
+        if not ranks:
+            return made + "it printed nothing"
+        late = (math.inf, 0)
+        rank = min(ranks, key=lambda each: (self.failures.get(each, late), len(self.records.get(each, ()))))
+        failed = f" failed with status {self.failures[rank][1]}, and" if rank in self.failures else ""
+        lines = [text for text in self.other.get(rank, ()) if text.strip()][-_LAST_LINES:] or ["(nothing)"]
+        return f"{made}rank {rank}{failed} printed last:\n" + "\n".join(f"  {text}" for text in lines)
 
 
 def _record(text: str) -> dict[str, Any] | None:
@@ -167,7 +181,12 @@ def run_emulated(options: argparse.Namespace, nodes: list[int], runs: "_Runs") -
             runs.begin(name)
             command = _command(options, name, cluster.interfaces[0])
             variables = _variables(hook)
-            cluster.run(command, order=options.order, grace_seconds=5.0, environment=variables, on_line=runs.take)
+            done = cluster.run(
+                command, order=options.order, grace_seconds=5.0, environment=variables, on_line=runs.take
+            )
+            if (rank := done.first_failure) is not None:
+                runs.found[-1].failures[rank] = time.time(), done.returncodes[rank]
+            runs.check_plain(sum(nodes))
 
 
 def run_given(options: argparse.Namespace, world: World, runs: "_Runs") -> None:
@@ -188,8 +207,11 @@ def run_given(options: argparse.Namespace, world: World, runs: "_Runs") -> None:
         "MASTER_ADDR": start.address,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+    assert dist.group.WORLD is not None
+    store = store_of(dist.group.WORLD)
     for name, hook in runs.configurations.items():
         runs.begin(name)
+        failed = f"gradwire/compare/{name}"
         with held_port() as free:
             # Each run has a port of its own: the last one's may still be in TIME_WAIT.
             port = torch.tensor([free], dtype=torch.int64, device="cpu")
@@ -198,16 +220,22 @@ def run_given(options: argparse.Namespace, world: World, runs: "_Runs") -> None:
             words = [f"{key}={value}" for key, value in variables.items()]
             command = ["setpriv", "--pdeathsig", "KILL", "env", *words, *_command(options, name, options.interface)]
             with Ranks([command], on_line=lambda _, text: runs.take(world.rank, text)) as ranks:
-                ranks.wait(None, 0.0)
+                # One rank that fails early would leave the others waiting for it, for minutes by torch's defaults.
+                done = ranks.wait(None, 0.0, stop=partial(store.check, [failed]))
         own = runs.found[-1]
+        if done.first_failure is not None:
+            own.failures[world.rank] = time.time(), done.returncodes[0]
+            store.set(failed, "")
         for other in gather_records(own):
             own.records |= other.records
             own.other |= other.other
+            own.failures |= other.failures
+        runs.check_plain(world.size)
 
 
 def _command(options: argparse.Namespace, name: str, interface: str | None) -> list[str]:
     steps = str(WARM_UP_STEPS + options.rounds)
-    return python_module("gradwire.cli.compare_rank", steps, name, interface or "", *options.script)
+    return python_module("gradwire.bench.compare.script_rank", steps, name, interface or "", *options.script)
 
 
 def _variables(hook: str) -> dict[str, str]:
@@ -259,6 +287,19 @@ class _Runs:
             f"{name}, {number} of {len(self.configurations)}: step {step} of {self._steps}", at_once=not step
         )
 
+    def check_plain(self, ranks: int) -> None:
+        """Ends the comparison after its first run if the script does not run: a hook would not mend that.
+
+        Args:
+            ranks: Number of ranks in the job.
+
+        Raises:
+            RuntimeError: The script does not run under plain DDP.
+        """
+        plain = self.found[0].result(ranks, counted=False)
+        if plain.seconds is None:
+            raise RuntimeError(f"the script does not run under plain DDP: {plain.reason}")
+
     def results(self, ranks: int, counted: bool) -> list[ConfigurationResult]:
         """Returns the figures of all configurations that have run, each with its speed-up over plain DDP.
 
@@ -269,10 +310,10 @@ class _Runs:
         Raises:
             RuntimeError: The script does not run under plain DDP.
         """
+        self.check_plain(ranks)
         found = [run.result(ranks, counted) for run in self.found]
         plain = found[0]
-        if plain.seconds is None or plain.speed_up_range is None:
-            raise RuntimeError(f"the script does not run under plain DDP: {plain.reason}")
+        assert plain.seconds is not None and plain.speed_up_range is not None
         best, worst = plain.speed_up_range
         compared = []
         for each in found:
