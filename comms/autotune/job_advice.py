@@ -121,7 +121,7 @@ def advise_job(
 
     Args:
         cluster: Placement of the ranks, with the rates of their links as measured, given or assumed.
-        sizes: Bytes of each bucket of a step.
+        sizes: Bytes of each bucket of a step, in the order of the backward pass.
         observed: Median times of the job's last steps.
         optimizer: Name of the job's optimizer (`sgd`, `adam`, ...; `any` if unknown): some compressors require one.
         library: Communication library that a flat plan runs on: `nccl` on GPUs, `gloo` on CPUs.
@@ -139,6 +139,7 @@ def advise_job(
         accumulate,
         micro_seconds=observed.headroom_seconds,
         rest_seconds=max(0.0, observed.headroom_seconds - observed.backward_seconds),
+        bucket_sizes=tuple(sizes),
     )
     advice = advise(cluster, workload, prices(len(cluster.nodes), library, gpu_memory(cluster)), library=library)
     if accumulate == 1:

@@ -95,6 +95,12 @@ class Workload:
         if self.accumulate < 1:
             raise ValueError(f"`accumulate` is {self.accumulate}; wanted a number of micro-batches of at least 1")
 
+    def halved(self) -> "Workload":
+        """Returns the same step with half of the bytes an element: float32 gradients that travel in 16 bits."""
+        sizes = tuple(nbytes // 2 for nbytes in self.bucket_sizes)
+        gradient, bucket = self.gradient_nbytes // 2, max(1, self.bucket_nbytes // 2)
+        return replace(self, gradient_nbytes=gradient, bucket_nbytes=bucket, bucket_sizes=sizes)
+
     @property
     def silent_seconds(self) -> float:
         """Seconds of the micro-batches that send nothing."""

@@ -121,11 +121,7 @@ class Question:
         """Predict torch's fp16_compress_hook, one all-reduce of half the bytes; None if gradients are not float32."""
         if self.options.gradient_dtype != "float32":
             return None
-        whole = self.workload
-        half = replace(
-            whole, gradient_nbytes=whole.gradient_nbytes // 2, bucket_nbytes=max(1, whole.bucket_nbytes // 2)
-        )
-        candidate = advise(cluster, half, (), library=library_of(self.machine)).candidate("flat")
+        candidate = advise(cluster, self.workload.halved(), (), library=library_of(self.machine)).candidate("flat")
         return replace(candidate, name="torch fp16 hook", compressor="fp16 (torch)")
 
 
@@ -291,10 +287,8 @@ def read_question(options: argparse.Namespace) -> Question:
         else (options.parameters or 0) * ELEMENT_NBYTES / 1e6,
     )
     nbytes = nbytes * element // ELEMENT_NBYTES
-    workload = _workload(options, nbytes, options.backward_ms / 1e3)
-    if options.model_json is not None:
-        sizes = [element * (piece.stop - piece.start) for piece in layout.slices]
-        workload = replace(workload, bucket_sizes=buckets_of_parameters(sizes, workload.bucket_nbytes))
+    shapes_are_known = options.model_json is not None
+    workload = _workload(options, nbytes, options.backward_ms / 1e3, layout if shapes_are_known else None)
     return Question(machine, options, layout, workload)
 
 
@@ -373,15 +367,28 @@ def question_about(model: PublicModel, machine: Machine, options: argparse.Names
     seconds = options.backward_ms / 1e3 or model.backward_seconds
     nbytes = layout.numel * GRADIENT_NBYTES[options.gradient_dtype]
     assumed = "" if options.backward_ms else model.assumed
-    return Question(machine, options, layout, _workload(options, nbytes, seconds), assumed)
+    return Question(machine, options, layout, _workload(options, nbytes, seconds, layout), assumed)
 
 
-def _workload(options: argparse.Namespace, nbytes: int, backward_seconds: float) -> Workload:
-    forward = forward_seconds(options, backward_seconds)
+def _workload(
+    options: argparse.Namespace, nbytes: int, backward_seconds: float, layout: Layout | None = None
+) -> Workload:
+    """Returns the training step of a question.
+
+    Args:
+        options: Parsed and checked options.
+        nbytes: Bytes of all gradients.
+        backward_seconds: Duration of a backward pass.
+        layout: Parameters, by which DDP fills its buckets; None takes equal buckets.
+    """
+    forward, cap = forward_seconds(options, backward_seconds), round(options.bucket_mb * 2**20)
+    element = GRADIENT_NBYTES[options.gradient_dtype]
+    sizes = () if layout is None else [element * (piece.stop - piece.start) for piece in layout.slices]
     return Workload(
         gradient_nbytes=nbytes,
         backward_seconds=backward_seconds,
-        bucket_nbytes=round(options.bucket_mb * 2**20),
+        bucket_nbytes=cap,
+        bucket_sizes=buckets_of_parameters(sizes, cap),
         optimizer=options.optimizer,
         accumulate=options.accumulate,
         micro_seconds=forward + backward_seconds,
@@ -445,9 +452,7 @@ def _answer_models(options: argparse.Namespace) -> None:
     def ask(model: PublicModel, nodes: int, rate: str, cards: int, *, halved: bool = False) -> Advice:
         question = question_about(model, machine, options)
         if halved:
-            whole = question.workload
-            sent = replace(whole, gradient_nbytes=whole.gradient_nbytes // 2, bucket_nbytes=whole.bucket_nbytes // 2)
-            question = replace(question, workload=sent)
+            question = replace(question, workload=question.workload.halved())
         bits = parse_rate(rate, "--nic")
         cluster = cluster_of_machines(
             machine,

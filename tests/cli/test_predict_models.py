@@ -3,13 +3,16 @@
 import contextlib
 import io
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from gradwire.bench.compare.public_models import PUBLIC_MODELS
 from gradwire.cli import predict_models
-from gradwire.cli.predict import main
+from gradwire.cli.predict import build_parser, main, read_question
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = {"resnet50": 25_557_032, "gpt2": 124_439_808, "llama-3.2-1b": 1_235_814_400}
@@ -38,6 +41,44 @@ def test_a_model_by_name_is_its_shapes_and_its_backward_pass(
     assert named["backward_seconds"] == pytest.approx(2 / 3 * PUBLIC_MODELS["gpt2"].step_seconds)
     assert main([*where, "--model", "gpt2", "--backward-ms", "50"]) == 0
     assert json.loads(capsys.readouterr().out)["backward_seconds"] == 0.05
+
+
+def ddp_buckets(name: str, cap_nbytes: int) -> tuple[int, ...]:
+    """Bytes of the buckets that torch itself makes of a model's parameters, in the order of the backward pass."""
+    with torch.device("meta"):
+        parameters = [torch.empty(shape) for _, shape in reversed(PUBLIC_MODELS[name].shapes)]
+    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]  # as DDP itself
+    limits = [first, cap_nbytes] if cap_nbytes == 25 << 20 else [cap_nbytes]
+    assigned, _ = dist._compute_bucket_assignment_by_size(parameters, limits)  # type: ignore[attr-defined]  # as DDP itself
+    return tuple(sum(parameters[index].nbytes for index in bucket) for bucket in assigned)
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
+@pytest.mark.parametrize("cap", [25, 4])
+def test_a_model_travels_in_the_buckets_that_ddp_makes_of_it(name: str, cap: int) -> None:
+    """Whole parameters: the embedding of Llama is one bucket of a gigabyte, and none of it hides behind backward."""
+    options = build_parser().parse_args(["--model", name, "--bucket-mb", str(cap)])
+    workload = read_question(options).workload
+    assert workload.bucket_sizes == ddp_buckets(name, cap << 20)
+    assert sum(workload.bucket_sizes) == workload.gradient_nbytes
+    halved = workload.halved()
+    assert halved.bucket_sizes == tuple(nbytes // 2 for nbytes in workload.bucket_sizes)
+    assert sum(halved.bucket_sizes) == halved.gradient_nbytes
+    largest = max(prod(shape) for _, shape in PUBLIC_MODELS[name].shapes)
+    assert max(workload.bucket_sizes) >= 4 * largest
+
+
+def test_torchs_hook_halves_every_bucket(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A model given by its shapes and the same by name, and never more than its own exact sum takes."""
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(dict(PUBLIC_MODELS["sdxl-lora"].shapes)))
+    found = []
+    for words in (["--model", "sdxl-lora"], ["--model-json", str(file)]):
+        where = ["--preset", "pcie_box", "--nodes", "2", "--nic", "1gbit", "--backward-ms", "333", "--json"]
+        assert main([*where, *words]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        found.append((answer["torch_fp16_hook"]["step_seconds"], answer["plans"]["flat"]["step_seconds"]))
+    assert found[0] == found[1] and found[0][0] < 0.7 * found[0][1]
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,19 @@ def test_advice_speaks_of_whole_steps_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert " the step from" not in text
 
 
+def test_a_large_last_bucket_hides_behind_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an embedding, whose gradient is complete when the backward pass ends; equal buckets hide more."""
+    monkeypatch.setattr(job_advice, "prices", lambda *of: tuple(prices(SLOW)))
+    observed = Observed(step_seconds=4.0, backward_seconds=3.0, exposed_seconds=0.5, steps=50)
+
+    def exposed(sizes: list[int]) -> float:
+        found = job_advice.advise_job(SLOW, sizes, observed, "sgd", "gloo", EXACT)
+        return found.advice.candidate("hierarchical").exposed_seconds
+
+    mb = 1_000_000
+    assert exposed([1 * mb, 39 * mb, 60 * mb]) > 2 * exposed([25 * mb] * 4)
+
+
 @pytest.mark.parametrize("running", ["none", "int8", "waterfill4"])
 @pytest.mark.parametrize("share", [0.3, 0.9, 1.0, 1.5])
 @pytest.mark.parametrize("backward", [0.05, 0.3, 0.6, 5.0])
