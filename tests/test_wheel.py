@@ -176,6 +176,8 @@ def test_the_wheel_holds_what_users_need_and_no_more(built: Path) -> None:
 def test_a_study_that_is_started_says_that_it_is_not_in_the_wheel(complete: Installed) -> None:
     status, said = complete.fails("python", "-m", "gradwire.bench.studies.convergence.alone", "--task", "text")
     assert status == 1 and "gradwire's studies are not in a wheel: `pip install -e .`" in said
+    status, said = complete.fails("gradwire", "selftest", "--hour", "--json", "hour.json")
+    assert status == 2 and "there is no checkout" in said and "`pip install -e . pytest hypothesis`" in said
 
 
 def test_the_wheel_holds_all_that_the_checkout_shows(built: Path) -> None:

@@ -9,6 +9,8 @@ import argparse
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -27,6 +29,10 @@ block is not full."""
 MOST_NUMEL = 2**28
 """Upper limit of elements: one GiB of float32, and some calls need ten times as much."""
 DEFAULT_SECONDS = 300.0
+HOUR_NEEDS = (
+    "`--hour` runs tests and studies of gradwire's sources, and there is no {} here; wanted a checkout: type "
+    "`pip install -e . pytest hypothesis` in its folder, then this command. Without `--hour` nothing more is needed"
+)
 LEAST_SECONDS = 20.0
 """Lower limit of `--seconds`: in less, no part would run."""
 
@@ -83,6 +89,9 @@ def main(argv: list[str]) -> int:
     """
     options = parser().parse_args(argv)
     if options.hour:
+        if missing := _missing_for_the_hour():
+            complain("selftest", HOUR_NEEDS.format(missing))
+            return BAD_USE
         words = [sys.executable, "-m", "gradwire.bench.studies.gpu.hour", f"--json={options.json or ''}"]
         return subprocess.run(words, check=False).returncode
     began, status = time.monotonic(), StatusLine()
@@ -106,6 +115,13 @@ def main(argv: list[str]) -> int:
     if device == "cpu":
         findings.notes.append(f"CUDA kernels, their bandwidth, NCCL: {_why_no_gpu(options.device)}")
     return _report(findings, options, time.monotonic() - began)
+
+
+def _missing_for_the_hour() -> str:
+    """Returns what `--hour` needs and this installation lacks, in words; empty if everything is there."""
+    studies = Path(__file__).resolve().parents[1] / "studies" / "gpu"
+    lacking = ["checkout"] * (not studies.is_dir())
+    return " and no ".join([*lacking, *(name for name in ("pytest", "hypothesis") if find_spec(name) is None)])
 
 
 def _device(options: argparse.Namespace) -> str:

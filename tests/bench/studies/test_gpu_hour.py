@@ -87,6 +87,20 @@ def test_every_command_names_what_there_is(gpus: int) -> None:
                 assert (hour.CHECKOUT / word.removeprefix("gradwire.").replace(".", "/")).with_suffix(".py").exists()
 
 
+def test_what_the_hour_lacks_is_said_with_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An installed wheel has no studies, and a checkout may have no pytest."""
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "pytest" else name)
+    assert command.main(["--hour", "--json", str(tmp_path / "hour.json")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("gradwire selftest: `--hour`") and "no pytest here" in said
+    assert "`pip install -e . pytest hypothesis`" in said and not list(tmp_path.iterdir())
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "gradwire" / "bench" / "selftest" / "command.py"))
+    assert command.main(["--hour"]) == 2
+    assert "there is no checkout and no pytest here" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "hour.json"
