@@ -25,6 +25,7 @@ from gradwire.comms.backend.strided import Packing, tensors_in
 from gradwire.comms.backend.work import FutureWork, PackedWork, WatchedWork
 from gradwire.comms.bootstrap.compat import BackendWork, outside_graphs
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.errors import ArgumentError
 from gradwire.comms.transport.works import WAIT_MARGIN, Waiting
 
 MESSAGES = ("send", "recv", "recv_anysource")
@@ -53,10 +54,18 @@ def _collective(name: str) -> Callable[..., dist.Work]:
 
 
 def _message(name: str) -> Callable[..., dist.Work]:
-    """Returns a method that passes its arguments unchecked to the inner group's method of this name."""
+    """Returns a method that passes its arguments to the inner group's method of this name.
+
+    Gloo refuses a strided tensor, but would send the memory of a lazily conjugated or negated one: it is refused, too.
+    """
 
     @outside_graphs
     def call(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
+        if any(each.is_conj() or each.is_neg() for each in tensors_in([*arguments, *named.values()])):
+            raise ArgumentError(
+                f"{name}: a tensor is a lazy conjugate or negative of its memory, which gloo sends as it lies; wanted "
+                "its values: pass tensor.resolve_conj().resolve_neg()"
+            )
         return _delegate(group, name, arguments, named)
 
     return call

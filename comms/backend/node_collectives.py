@@ -135,9 +135,9 @@ class NodeCollectives:
         bounds = [numel * rank for rank in range(self._size + 1)]
 
         def run(group: ShmGroup) -> None:
-            flat = source.contiguous().view(-1)
+            flat = plain(source).view(-1)
             own = flat[bounds[self._rank] : bounds[self._rank + 1]]
-            if own.data_ptr() == output.data_ptr() and output.is_contiguous():
+            if own.data_ptr() == output.data_ptr() and is_plain(output):
                 group.reduce_scatter(flat, bounds, scale)
                 return
             kept = own.clone()  # the sum is made in place, in this slice alone

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.backend.strided import overwrite
+from gradwire.comms.backend.strided import is_plain, overwrite
 from gradwire.comms.backend.work import FutureTensors, FutureWork, finished
 from gradwire.comms.bootstrap.compat import GroupOptions, Store, factor_of
 from gradwire.comms.communicator import Communicator
@@ -124,9 +124,9 @@ class PlannedAllReduce:
         return FutureWork(future, self._config.timeout, communicator.executor.last)
 
     def _start(self, communicator: Communicator, tensors: list[Tensor], scale: float) -> FutureTensors:
-        """Starts the sum in place for one contiguous tensor, else on a flat copy that is split back when it is done."""
+        """Starts the sum in place for one plain tensor, else on a flat copy that is split back when it is done."""
         views = [tensor.detach() for tensor in tensors]
-        if len(views) == 1 and views[0].is_contiguous() and not views[0].is_inference():
+        if len(views) == 1 and is_plain(views[0]) and not views[0].is_inference():
             return finished(communicator.all_reduce(views[0].view(-1), scale=scale), lambda: tensors)
         with torch.inference_mode(False):
             flat = torch.cat([view.reshape(-1) for view in views])

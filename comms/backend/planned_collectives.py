@@ -199,7 +199,7 @@ class PlannedCollectives:
             runs = [flat[start:stop] for start, stop in plan.own_runs(self._rank)] if keep else []
             kept = [run.clone() for run in runs]
         own = flat[self._rank * numel : (self._rank + 1) * numel]
-        in_place = keep and output.is_contiguous() and output.data_ptr() == own.data_ptr()
+        in_place = keep and is_plain(output) and output.data_ptr() == own.data_ptr()
 
         def finish() -> list[Tensor]:
             total = own.clone() if in_place else own

@@ -32,27 +32,42 @@ def takes_more(name: str) -> bool:
 
 
 def test_every_call_ends_as_with_gloo_or_is_refused_as_early(processes: Processes) -> None:
-    gloo = processes(2, make_all, "gloo")
-    one = processes(2, make_all, "gradwire", nodes=["a", "a"])
-    two = processes(2, make_all, "gradwire", nodes=["a", "b"])
+    gloo = processes(2, make_all, "gloo", seconds=300.0)
+    one = processes(2, make_all, "gradwire", nodes=["a", "a"], seconds=300.0)
+    two = processes(2, make_all, "gradwire", nodes=["a", "b"], seconds=300.0)
     for theirs, ours, apart in zip(gloo, one, two, strict=True):
         assert len(theirs) > 1500 and len(ours) > len(theirs)
         refused = [each for each in ours.values() if each.stage != "done"]
         assert len(refused) > 500
         assert not [each for each in refused if "failed on rank" in str(each.said)], "a refusal is no failure"
-        for name, outcome in ours.items():
-            assert outcome.stage == apart[name].stage, (name, outcome, apart[name])
-            assert outcome.stage != "done" or outcome == apart[name], (name, outcome, apart[name])
+        unlike: list[object] = [
+            (name, each, apart[name]) for name, each in ours.items() if not alike(each, apart[name])
+        ]
         for name, wanted in theirs.items():
             found = ours[name]
             if wanted.stage == found.stage == "done":
-                assert found == wanted, (name, found, wanted)
+                fits = found == wanted
             elif wanted.stage == "done":
-                raise AssertionError(f"{name} is refused: {found}")
+                fits = torch_refuses(name, found)
             elif found.stage == "done":
-                assert takes_more(name), (name, wanted)
+                fits = takes_more(name)
             else:
-                assert STAGES.index(found.stage) <= STAGES.index(wanted.stage), (name, found, wanted)
+                fits = STAGES.index(found.stage) <= STAGES.index(wanted.stage)
+            if not fits:
+                unlike.append((name, found, wanted))
+        assert not unlike, "\n".join(map(str, unlike))
+
+
+def torch_refuses(name: str, found: Outcome) -> bool:
+    """What gloo was given contiguous for, and torch or its gloo refuse as it is; or would send without its sign."""
+    said = str(found.said)
+    lies = any(layout in name for layout in calls.AS_IT_LIES)
+    return lies and found.stage == "call" and ("view_as_real" in said or name.startswith("message"))
+
+
+def alike(one: Outcome, other: Outcome) -> bool:
+    """Whether a call ends in the same way on one node and on two."""
+    return one.stage == other.stage and (one.stage != "done" or one == other)
 
 
 def test_an_expanded_tensor_is_summed_and_one_to_be_filled_is_refused(processes: Processes) -> None:

@@ -35,24 +35,57 @@ LARGE = 40_000
 """Elements: a plan is taken for them between two nodes."""
 
 LARGE_DTYPES = (torch.float32, torch.float16, torch.bool, torch.int16, torch.int64, torch.complex64)
-LAYOUTS = ("plain", "empty", "0-dim", "large", "gaps", "transposed", "expanded")
+LAYOUTS = (
+    *("plain", "empty", "0-dim", "0-dim view", "large", "gaps", "transposed", "permuted", "conjugate", "negative"),
+    "expanded",
+)
+PACKED = ", packed"
+"""Behind a layout: the same values in a contiguous tensor."""
+
+AS_IT_LIES = ("gaps", "transposed", "permuted", "conjugate", "negative")
+"""Layouts of which torch 2.13's gloo takes the memory as it lies; it is given contiguous tensors of the same values."""
 
 SIZE = 2
 
 
+def has(dtype: torch.dtype, layout: str) -> bool:
+    """Whether tensors of a dtype have a layout, and it is worth a call."""
+    match layout:
+        case "large":
+            return dtype in LARGE_DTYPES
+        case "conjugate":
+            return dtype.is_complex
+        case "negative":
+            return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+    return True
+
+
 def tensor(dtype: torch.dtype, layout: str, seed: int, times: int = 1) -> Tensor:
     """A tensor of small powers of two, which all dtypes have: `times` as long in its first dimension."""
-    shape = {"empty": (0, 3), "large": (times * LARGE,)}.get(layout, (times * 4, 2))
-    if layout == "0-dim":
+    if layout.endswith(PACKED):
+        return tensor(dtype, layout.removesuffix(PACKED), seed, times).resolve_conj().resolve_neg().contiguous()
+    shape = {"empty": (0, 3), "large": (times * LARGE,), "permuted": (times * 4, 2, 3)}.get(layout, (times * 4, 2))
+    if layout.startswith("0-dim"):
         shape = () if times == 1 else (times,)
     numel = torch.Size(shape).numel()
     values = (2.0 ** ((torch.arange(numel) + seed) % 2)).view(shape).to(dtype)
-    if layout == "gaps":
-        values = values.repeat_interleave(2, dim=-1)[..., ::2]
-    elif layout == "transposed":
-        values = values.t().contiguous().t()
-    elif layout == "expanded":
-        values = values[:1].expand(shape)
+    match layout:
+        case "gaps":
+            return values.repeat_interleave(2, dim=-1)[..., ::2]
+        case "transposed":
+            return values.t().contiguous().t()
+        case "permuted":
+            return values.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        case "expanded":
+            return values[:1].expand(shape)
+        case "0-dim view":
+            around = torch.ones(times + 2).to(dtype)
+            around[1:-1] = values
+            return around[1] if times == 1 else around[1:-1]
+        case "conjugate" | "negative":
+            if dtype.is_complex:  # no zeros, whose sign torch does not always keep
+                values = (values.to(torch.complex64) * (1 - 2j)).to(dtype)
+            return values.conj() if layout == "conjugate" else torch._neg_view(values)
     return values
 
 
@@ -183,39 +216,87 @@ def misfits(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Made]]:
     yield made("coalesced none", dist.all_reduce_coalesced, [])
 
 
-def cases(rank: int) -> Iterator[tuple[str, Made]]:
-    """All calls, by name: collective, dtype, op and layout."""
+def lists(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Made]]:
+    """Calls with lists that are nested, empty, or of unlike tensors."""
+
+    def made(name: str, call: Callable[..., object], *arguments: object) -> tuple[str, Made]:
+        return f"list {name}", (partial(call, *arguments, async_op=True), tensors_in(arguments[0]))
+
+    def few(seed: int = rank) -> list[Tensor]:
+        return [tensor(dtype, layout, seed) for layout in ("0-dim", "empty", "plain", "0-dim view")]
+
+    one, two = tensor(dtype, "plain", rank), [tensor(dtype, "plain", rank) for _ in range(2)]
+    yield made("coalesced of unlike shapes", dist.all_reduce_coalesced, few())
+    yield made("coalesced of 0-dim views", dist.all_reduce_coalesced, [tensor(dtype, "0-dim view", rank)] * 1)
+    yield made("coalesced nested", dist.all_reduce_coalesced, [two, two])
+    yield made("all_gather nested", dist.all_gather, [[two[0]], [two[1]]], one)
+    yield made("all_gather empty inside", dist.all_gather, [[], []], one)
+    yield made("reduce_scatter nested", dist.reduce_scatter, one, [[two[0]], [two[1]]])
+    yield made("all_to_all nested", dist.all_to_all, [[two[0]], [two[1]]], two)
+    for name, outputs, sources in (
+        ("lists", [few(0), few(0)], few()),
+        ("lists too short", [few(0)[:2], few(0)[:2]], few()),
+        ("too few lists", [few(0)], few()),
+        ("no lists", [], few()),
+        ("empty lists", [[], []], []),
+        ("no tensors", [few(0), few(0)], []),
+        ("flat", few(0), few()),
+    ):
+        yield made(f"all_gather_coalesced {name}", dist.all_gather_coalesced, outputs, sources)
+    rows = [tensor(dtype, "plain", 0)[: 1 + 2 * each] for each in (rank, rank)]
+    sent = [tensor(dtype, "plain", rank)[: 1 + 2 * each] for each in range(SIZE)]
+    yield made("all_to_all of unlike sizes", dist.all_to_all, rows, sent)
+    yield made("all_to_all of nothing", dist.all_to_all, [each[:0] for each in rows], [each[:0] for each in sent])
+
+
+def cases(rank: int, *, packed: bool) -> Iterator[tuple[str, Made]]:
+    """All calls, by name: collective, dtype, op and layout.
+
+    Args:
+        rank: This one of two.
+        packed: Whether the tensors of the layouts in `AS_IT_LIES` are contiguous ones of the same values.
+    """
+
+    def given(layout: str) -> str:
+        return layout + PACKED if packed and layout in AS_IT_LIES else layout
+
     for call in REDUCING:
         for dtype in DTYPES:
             for name, op in OPS.items():
                 yield f"{call.__name__} {dtype} {name} plain", call(dtype, "plain", op, rank)
             for layout in LAYOUTS[1:]:
-                if layout != "large" or dtype in LARGE_DTYPES:
-                    yield f"{call.__name__} {dtype} SUM {layout}", call(dtype, layout, OPS["SUM"], rank)
+                if has(dtype, layout):
+                    yield f"{call.__name__} {dtype} SUM {layout}", call(dtype, given(layout), OPS["SUM"], rank)
         for name, op in OPS.items():
             for dtype in (torch.float32, torch.int64):
                 yield f"{call.__name__} {dtype} {name} large", call(dtype, "large", op, rank)
     for move in MOVING:
         for dtype in DTYPES:
             for layout in LAYOUTS:
-                if layout != "large" or dtype in LARGE_DTYPES:
-                    yield f"{move.__name__} {dtype} {layout}", move(dtype, layout, None, rank)
+                if has(dtype, layout):
+                    yield f"{move.__name__} {dtype} {layout}", move(dtype, given(layout), None, rank)
+    for both in (*REDUCING, *MOVING[:-1]):  # torch refuses conjugates on their rank, and gloo strided messages
+        for dtype in (torch.float32, torch.int64, torch.complex64):
+            for layout in ("gaps", "transposed", "permuted", "negative"):
+                if has(dtype, layout):
+                    lies = given(layout) if rank == 0 else layout + PACKED
+                    yield f"{both.__name__} {dtype} {layout} on one rank", both(dtype, lies, OPS["SUM"], rank)
     for dtype in (torch.float32, torch.int16):
-        for name, made in misfits(rank, dtype):
+        for name, made in (*misfits(rank, dtype), *lists(rank, dtype)):
             yield f"{name} {dtype}", made
 
 
-def in_turn(rank: int) -> Iterator[tuple[str, Made]]:
+def in_turn(rank: int, *, packed: bool) -> Iterator[tuple[str, Made]]:
     """Those of `cases` with two dtypes that wait inside of the call."""
-    for name, (issue, written) in cases(rank):
+    for name, (issue, written) in cases(rank, packed=packed):
         if ("float32" in name or " torch.int16" in name) and not name.startswith("message"):
             yield f"{name}, at once", (partial(issue, async_op=False), written)
 
 
 def kills_gloo(name: str) -> bool:
-    """Whether torch 2.13's gloo ends the process (SIGABRT, SIGSEGV), or adds up what lies between elements."""
+    """Whether torch 2.13's gloo ends the process (SIGABRT, SIGSEGV)."""
     return (
-        any(layout in name for layout in ("gaps", "transposed", "expanded"))  # takes memory as it lies, and beyond it
+        "expanded" in name  # takes memory as it lies, and beyond it
         or (name.startswith("reduce_scatter_single") and "0-dim" in name)  # looks at the size of dimension 0
         or name.startswith(("reduce_scatter another shape", "reduce_scatter another size"))  # ranks send other sizes
         or "splits negative" in name  # writes before the tensor
@@ -251,7 +332,9 @@ def attempt(made: Made) -> Outcome:
 
 
 def _digest(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
-    values = tensor.detach().contiguous().view(-1)
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if values.dtype == torch.bool:
+        values = values.logical_or(values)  # gloo's sum of two True is a byte of 2
     raw = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
     return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw).hexdigest()
 
@@ -266,7 +349,7 @@ def outcomes(rank: int, *, gloo: bool) -> dict[str, Outcome]:
     """
     found: dict[str, Outcome] = {}
     refused = 0
-    for name, made in chain(cases(rank), in_turn(rank)):
+    for name, made in chain(cases(rank, packed=gloo), in_turn(rank, packed=gloo)):
         if gloo and kills_gloo(name):
             continue
         found[name] = attempt(made)
