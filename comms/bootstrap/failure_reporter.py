@@ -371,7 +371,9 @@ class StoreFailureReporter(FailureReporter):
         """
         # What this rank knows by itself.
         missing_of = error.missing if isinstance(error, PeerError) and members else ()
-        dead = {self._group[members[index]] for index in missing_of}
+        dead = {
+            self._group[members[index]] for index in missing_of if index < len(members)
+        }  # a peer may have named them
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         overdue = PeerFailure.of(error).source == OVERDUE
         first = self.failures.first
@@ -388,7 +390,7 @@ class StoreFailureReporter(FailureReporter):
         except RuntimeError as store_error:
             return self._without_store(f"{phase} failed on rank {self.rank}", cause, store_error, members, dead)
         # Word the verdict.
-        missing = tuple(sorted(verdict.missing - {self.rank}))
+        missing = self._others(verdict.missing)
         if missing:
             who = self._who(missing)
         else:
@@ -407,7 +409,7 @@ class StoreFailureReporter(FailureReporter):
         reason = str(store_error).splitlines()[0].rstrip(".")
         # Another rank may have probed the peers already, and notified this one of the result.
         if (reported := self._peer_table.reported_failure()) is not None:
-            missing = tuple(sorted({*dead, *reported.ranks} - {self.rank}))
+            missing = self._others({*dead, *reported.ranks})
             return CollectiveError(
                 f"{what}: {self._who(missing, ', and ')}{reason}. {reported.reason}. Cause: {cause}", missing
             )
@@ -432,6 +434,10 @@ class StoreFailureReporter(FailureReporter):
             result = "No rank could be probed"
         self._peer_table.notify(of[ANSWERS], PeerFailure(result, FAILED, missing, self.rank))
         return CollectiveError(f"{what}: {self._who(missing, ', and ')}{reason}. {result}. Cause: {cause}", missing)
+
+    def _others(self, named: Iterable[int]) -> tuple[int, ...]:
+        """Return the other ranks among those that peers have named, ascending; other numbers are no ranks."""
+        return tuple(sorted(set(named) & set(range(self._size)) - {self.rank}))
 
     def _who(self, missing: Sequence[int], then: str = "") -> str:
         if not missing:
@@ -495,7 +501,7 @@ class StoreFailureReporter(FailureReporter):
                 for rank, report in found:
                     silent.discard(rank)
                     reports[rank] = report
-                    dead |= set(report["dead"])
+                    dead |= {*self._others(report["dead"])}
             # Once, probe the ranks that have not reported: those that have exited are not waited for.
             if now > probing:
                 probing = deadline + 1.0

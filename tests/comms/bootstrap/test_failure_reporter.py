@@ -19,6 +19,7 @@ from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.probe import PeerAddress, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
+from gradwire.comms.errors import PeerError
 from support.processes import Processes
 from support.shared_memory import left_since, segments
 
@@ -90,3 +91,19 @@ def test_who_serves_the_store_and_ends_first_is_not_named(published: bool, monke
     opened.unregister("start", 1)
     for _ in range(3 if published else 1):  # each reporter has opened it, too
         opened.close()
+
+
+@pytest.mark.parametrize("named", [[7], [1 << 30, 3], [0, 3]])
+def test_who_is_no_rank_of_the_group_is_not_missing(named: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ranks a peer's report, the verdict or an error of a peer names: only those of the group can be lost."""
+    report = {"dead": named, "launches": 0, "waiting": True, "overdue": False, "seen": "x fail: y", "own": True}
+    for verdict in (None, json.dumps([named, {}])):
+        store = HashStore()
+        reporter = StoreFailureReporter(store, 0, 3)
+        for rank in (1, 2):
+            store.set(f"report/{rank}", json.dumps(report))
+        if verdict is not None:
+            store.set("collector", "1")
+            store.set("verdict", verdict)
+        error = reporter.diagnose(PeerError("a rank is gone", tuple(named[:1])), "all_reduce", (0,))
+        assert error.missing == () and "none of the 3 ranks is missing" in str(error), error
