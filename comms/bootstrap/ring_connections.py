@@ -548,7 +548,9 @@ def start_connecting(address: str, port: int) -> socket.socket:
     Raises:
         OSError: The connection is refused at once, or the address has no route.
     """
-    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    # A number alone: looking up a name would block the ring.
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, kind, protocol, _, place = found[0]
     made = socket.socket(family, kind, protocol)
     made.setblocking(False)
     number = made.connect_ex(place)

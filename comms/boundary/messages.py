@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -55,14 +56,18 @@ class Most:
     length: int
 
 
+class IpAddress:
+    """Limits a text to an IP address: `Annotated[str, IpAddress()]`. A name would be looked up, which may take long."""
+
+
 Port = Annotated[int, Within(0, (1 << 16) - 1)]
 """Port of TCP or UDP; 0 for none."""
 Rank = Annotated[int, Within(0, (1 << 31) - 1)]
 """A rank's number in its group."""
 Count = Annotated[int, Within(0, (1 << 63) - 1)]
 """Number of things, from 0 on."""
-Address = Annotated[str, Most(256)]
-"""An IP address or a host's name (RFC 1035 has 255 characters)."""
+Address = Annotated[str, Most(64), IpAddress()]
+"""An IP address, IPv4 or IPv6."""
 Addresses = Annotated[tuple[Address, ...], Most(64)]
 """Addresses of one host."""
 Kernel = Annotated[str, Most(256)]
@@ -78,7 +83,7 @@ class MessageType(Generic[T]):
 
     Args:
         kind: Type of the value, built of None, bool, int, float, str, `Literal`, tuple, list, set, dict, Counter,
-            Mapping, Sequence, unions, `Annotated` with `Within` and `Most`, dataclasses (an object with their fields),
+            Mapping, Sequence, unions, `Annotated` with limits (`Within`, ...), dataclasses (an object of their fields),
             and `object` for any value of JSON. An int without `Within` is in `WHOLE`. A float may be written as a whole
             number. Keys of an object are str, or int for decimal digits; a mapping with other keys is an array of
             (key, value).
@@ -270,7 +275,7 @@ def _check_of_plain(kind: Any, finite: bool) -> _Check:
 
 
 def _limited(check: _Check, limit: object) -> _Check:
-    """Returns a check that also applies a `Within` or a `Most`; any other annotation changes nothing."""
+    """Returns a check that also applies a `Within`, `Most` or `IpAddress`; other annotations change nothing."""
 
     def limited(value: object, place: str) -> Any:
         found = check(value, place)
@@ -278,6 +283,11 @@ def _limited(check: _Check, limit: object) -> _Check:
             _refuse(value, place, f"a number from {limit.least} to {limit.most}")
         if isinstance(limit, Most) and len(found) > limit.length:
             _refuse(value, place, f"a length of at most {limit.length}, not {len(found)}")
+        if isinstance(limit, IpAddress):
+            try:
+                ip_address(found)
+            except ValueError:
+                _refuse(value, place, "an IP address")
         return found
 
     return limited

@@ -19,7 +19,9 @@ import pytest
 from gradwire.bench.doctor import control as doctor_control
 from gradwire.bench.doctor import network as doctor
 from gradwire.comms.bootstrap import agree, failure_reporter, failures, probe, rendezvous, ring_connections
+from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failures import FAILED, PeerFailure
+from gradwire.comms.bootstrap.kernel import UNKNOWN
 from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.bootstrap.rendezvous import PeerInfos
 from gradwire.comms.boundary.messages import (
@@ -387,6 +389,25 @@ def test_no_number_is_taken_that_is_not_finite_or_too_large(name: str) -> None:
             with pytest.raises(MessageError):
                 read(json.dumps(value[0]).replace('"the number"', token).encode())
         put(number)
+
+
+@pytest.mark.parametrize("address", ["node7", "node7.cluster.example", "", "10.0.0.1:80", "10.0.0.256", "a" * 300])
+def test_an_address_is_a_number_so_that_no_name_is_looked_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver may take half a minute, in the thread of the ring for example."""
+
+    def look_up(*arguments: object, **named: object) -> list[object]:
+        raise AssertionError(f"{arguments} is looked up")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    store = HashStore()
+    store.set("alive/1", json.dumps([4000, [address], "kernel", "ab" * 16]))
+    assert ring_connections.rank_state(store, 1) == UNKNOWN
+    for read, said in (
+        (probe.PeerAddress.unpacked, [4000, ["10.0.0.1", address], "kernel"]),
+        (rendezvous._PEER_INFO.read, asdict(dataclasses.replace(PEER_INFO, addresses=(address,)))),
+    ):
+        with pytest.raises(MessageError, match=r"IP address|at most 64"):
+            read(json.dumps(said).encode())
 
 
 def test_the_numbers_that_ended_a_probe_server_are_refused() -> None:
