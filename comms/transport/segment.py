@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -375,37 +375,60 @@ class _First:
         self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: _RankConnection, descriptor: int) -> None:
-        """Handles what a rank has sent: sends it the descriptor, or notes that it has mapped the memory.
+        """Handles what a connection has sent; closes one that sends anything but a rank's messages, and goes on.
 
         Raises:
             PeerError: The rank has exited.
-            OSError: A message is damaged.
         """
-        line.feed()
-        while (said := line.read()) is not None:
-            rank = said.get("rank")
-            if not isinstance(rank, int) or not 0 < rank < self._size:
-                raise OSError(errno.EBADMSG, f"a message is not from a rank: {said}")
-            # Invariant: a rank keeps its first connection. A later one is of another process of this user: taken in
-            # its place, it would get the memory, and the rank would hear nothing more.
-            if self._lines.setdefault(rank, line) is not line:
-                log.warning("refused a second connection for rank %d of a shared-memory group", rank)
-                self._selector.unregister(line.socket)
-                line.socket.close()
-                return
-            if "mapped" in said:
-                self._mapped.add(rank)
-            else:
-                try:
-                    line.give(descriptor)
-                except (BrokenPipeError, ConnectionResetError):  # it has exited since it connected
-                    line.ended = True
+        known = next((rank for rank, each in self._lines.items() if each is line), None)
+        try:
+            line.feed()
+            while (said := line.read()) is not None:
+                known = self._answer(line, said, known, descriptor)
+        except OSError as error:
+            # Of the same user, but no rank, or no longer: the rank itself may still connect, or the others miss it.
+            log.warning("refused a connection to a shared-memory group: %s", error)
+            self._selector.unregister(line.socket)
+            line.socket.close()
+            if known is not None and known not in self._mapped:
+                self._lines.pop(known, None)
+            return
         if line.ended:
             self._selector.unregister(line.socket)
             self._look_for_failures()
-            for rank, known in self._lines.items():
-                if known is line:
-                    raise self._words.ended(rank)
+            if known is not None:
+                raise self._words.ended(known)
+
+    def _answer(self, line: _RankConnection, said: Mapping[str, object], known: int | None, descriptor: int) -> int:
+        """Answers a message: sends its rank the descriptor, or notes that it has mapped the memory.
+
+        Args:
+            line: Connection of the message.
+            said: The message.
+            known: Rank that `line` was before; None before its first message.
+            descriptor: Descriptor of the memory.
+
+        Returns:
+            The rank.
+
+        Raises:
+            OSError: It is not the message of a rank, or not of this connection's rank.
+        """
+        rank = said.get("rank")
+        if not isinstance(rank, int) or not 0 < rank < self._size or known not in (None, rank):
+            raise OSError(errno.EBADMSG, f"a message is not from a rank: {said}")
+        # Invariant: a rank keeps its first connection. A later one is of another process of this user: taken in its
+        # place, it would get the memory, and the rank would hear nothing more.
+        if self._lines.setdefault(rank, line) is not line:
+            raise OSError(errno.EISCONN, f"it is the second one for rank {rank}")
+        if "mapped" in said:
+            self._mapped.add(rank)
+        else:
+            try:
+                line.give(descriptor)
+            except (BrokenPipeError, ConnectionResetError):  # it has exited since it connected
+                line.ended = True
+        return rank
 
     def _look_for_failures(self) -> None:
         """Raises a PeerError if another rank has published an error."""
@@ -488,7 +511,7 @@ def _join(
     if "go" not in outcome or group is None:
         missing = outcome.get("missing", ())
         assert isinstance(missing, Sequence)
-        raise PeerError(str(outcome["failed"]), tuple(missing))
+        raise PeerError(str(outcome["failed"]), tuple(each for each in missing if each < size))
     return group
 
 

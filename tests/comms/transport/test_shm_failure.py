@@ -346,10 +346,19 @@ def test_ranks_of_two_network_namespaces_meet_in_the_folder(monkeypatch: pytest.
         assert not any(Path(folder).iterdir())
 
 
-def test_a_second_claim_of_a_connected_rank_is_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b'{"rank": 1}\n',  # the second claim of that rank
+        *(b'{"rank": 0}\n', b'{"rank": 3}\n', b'{"rank": 1073741824}\n', b'{"rank": -1}\n', b'{"rank": "1"}\n'),
+        *(b'{"mapped": true}\n', b"nonsense\n", b"x" * (2 * segment.MESSAGE_NBYTES), b'{"rank": 1, "more": 1}\n'),
+        b'{"rank": 2}\n{"rank": 1}\n',  # one connection, two ranks
+    ],
+)
+def test_what_is_not_the_message_of_a_rank_costs_its_own_connection_alone(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another process of this user gets neither the memory nor the place of the rank that it claims to be."""
+    """Another process of this user gets neither the place of the rank that it claims to be, nor ends the set-up."""
     monkeypatch.setattr(secrets, "token_hex", lambda nbytes: f"claim-{os.getpid()}")
     store, connected_rank = HashStore(), threading.Event()
     give = segment._RankConnection.give
@@ -366,9 +375,13 @@ def test_a_second_claim_of_a_connected_rank_is_refused(
             with socket.socket(socket.AF_UNIX) as other:
                 other.settimeout(20)
                 other.connect(f"\0gradwire-claim-{os.getpid()}")
-                other.sendall(b'{"rank": 1}\n')
-                data, descriptors, _, _ = socket.recv_fds(other, 1, 1)
-                assert (data, list(descriptors)) == (b"", [])
+                other.sendall(sent)
+                with suppress(ConnectionResetError):  # closed before all was read
+                    data, descriptors, _, _ = socket.recv_fds(other, 1, 1)
+                    for each in descriptors:
+                        os.close(each)
+                    assert (data, list(descriptors)) == (b"", []) or sent.startswith(b'{"rank": 2}')
+                    assert not data or other.recv(1) == b""
         group = ShmGroup.create(store, rank, 3, key="k", timeout=timedelta(seconds=30), block_nbytes=65536)
         total = torch.ones(10)
         group.all_reduce(total)
@@ -376,7 +389,7 @@ def test_a_second_claim_of_a_connected_rank_is_refused(
         return float(total[0])
 
     assert run_ranks(3, body) == [3.0] * 3
-    assert "refused a second connection for rank 1" in caplog.text
+    assert "refused a connection to a shared-memory group" in caplog.text
 
 
 def test_a_group_has_no_name_and_leaves_no_descriptor() -> None:
