@@ -370,8 +370,10 @@ class Streams:
         self._under_way: list[StreamedExchange] = []
         self._lock = threading.Lock()  # Guards: self._submitted, self._under_way, self.error, StreamedPeer.numbered.
         self._bell = socket.socketpair()
-        """A byte sent to the first end wakes the background thread, which polls the second one."""
-        self._bell[1].setblocking(False)
+        """A byte sent to the first end wakes the background thread, which polls the second one. Neither end blocks: one
+        that is full wakes the thread, too."""
+        for end in self._bell:
+            end.setblocking(False)
         self._closed = False
         self.error: str | None = None
         self._poll = select.poll()
@@ -512,7 +514,7 @@ class Streams:
 
     def _nudge(self) -> None:
         """Wakes the background thread, so that it takes the queued messages or ends."""
-        with suppress(OSError):  # raised once the thread has ended and closed the pair
+        with suppress(OSError):  # the pair is full, or the thread has ended and closed it
             self._bell[0].send(b"w")
 
     def _run(self) -> None:

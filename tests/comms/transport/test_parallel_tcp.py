@@ -201,6 +201,27 @@ def test_a_thread_that_fails_ends_every_wait_at_once(
         each.close()
 
 
+def test_a_caller_never_waits_for_the_thread_to_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may be busy with a sum, or wait for Python's lock, while others wake it again and again."""
+    busy, nudged = threading.Event(), threading.Event()
+    monkeypatch.setattr(Streams, "_take_up", lambda streams: busy.wait(60))
+    own, theirs = pairs(1)
+    mine = Streams({1: own}, TIMEOUT, None)
+
+    def nudge() -> None:
+        for _ in range(10_000):  # the kernel holds some hundred bytes that were sent one by one
+            mine._nudge()
+        nudged.set()
+
+    threading.Thread(target=nudge, daemon=True).start()
+    try:
+        assert nudged.wait(20)
+    finally:
+        busy.set()
+        mine.close()
+        theirs[0].close()
+
+
 def test_behind_a_drain_nothing_more_is_received() -> None:
     """Elastic training restores gradients in place once a lane has left its wait; the thread must not write there."""
     own, theirs = pairs(1)

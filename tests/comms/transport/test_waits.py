@@ -28,7 +28,7 @@ ENDED_BY = {
         comms/run/sparse.py: transport.all_to_all(got_keys, keys).wait
         comms/run/sparse.py: transport.all_to_all(got_values, values).wait
         comms/run/sparse.py: work.wait
-        comms/transport/mpi.py: self._gather(self._second, flat, bounds).wait
+        comms/transport/mpi.py: self._gather(self._communicators[1], flat, bounds).wait
         comms/transport/sum_order.py: rail.all_reduce(total).wait
         comms/transport/works.py: self._work.wait
         comms/transport/torch_group.py: super().all_gather(output, source).wait
@@ -143,3 +143,19 @@ def test_every_wait_has_a_time_or_is_ended_by_something_that_is_named() -> None:
 def test_a_wait_without_a_time_is_found(tmp_path: Path) -> None:
     file = ROOT / "comms" / "lanes.py"
     assert list(waits(file)) == ["comms/lanes.py: waiting.arrivals.get"]
+
+
+def test_no_write_to_a_pipe_of_our_own_can_block() -> None:
+    """A pipe is made to wake a thread: whoever writes to it may hold a lock, or be in a signal handler."""
+    found = {}
+    for file in (ROOT / "comms").rglob("*.py"):
+        text = file.read_text()
+        assert "os.pipe(" not in text, f"{file}: os.pipe2 with O_NONBLOCK"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.pipe2", "socket.socketpair"):
+                found[file.name] = ast.unparse(node)
+    assert found == {
+        "signals.py": "os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)",
+        "parallel_tcp.py": "socket.socketpair()",  # both ends are set not to block
+        "ring_connections.py": "socket.socketpair()",  # is closed, and never written to
+    }
