@@ -63,8 +63,8 @@ class BackgroundThread(threading.Thread):
         target: Function to run.
         without: Consequence of a failure of the thread, as a clause of the log message: `nothing is watched any more`.
             None logs nothing, for threads whose `on_failure` passes the exception to a caller that raises it.
-        on_failure: Called in the thread with the exception that ended `target`: turns the feature off, wakes waiters
-            and releases resources.
+        on_failure: Called with the exception that ended `target`, in the thread, or in its starter if it cannot be
+            started: turns the feature off, wakes waiters and releases resources. Takes no lock that its starter holds.
         end: Asks the thread to end soon, at exit; None if its owner's finalizer does that.
         give_up: Makes the thread stop waiting for other ranks, at exit; None if it does not wait for any.
         awaited: Join the thread at exit. False for one that calls only Python's standard library, which may be ended
@@ -90,11 +90,17 @@ class BackgroundThread(threading.Thread):
         self._awaited = awaited
 
     def start(self) -> None:
-        """Start the thread. From now on, until it ends, it is joined at exit if it was made with `awaited`."""
+        """Start the thread. From now on, until it ends, it is joined at exit if it was made with `awaited`.
+
+        A thread that cannot be started has failed, and `on_failure` is called here: the user or the container may have
+        no more threads (`ulimit -u`, pids.max), or Python may be ending.
+        """
         if self._awaited:
             _running.add(self)
         try:
             super().start()
+        except RuntimeError as error:
+            self._finish(error)
         except BaseException:
             _running.discard(self)
             raise
@@ -104,9 +110,21 @@ class BackgroundThread(threading.Thread):
         try:
             super().run()
         except BaseException as error:  # noqa: BLE001 - SystemExit, too: nothing else would report it
-            self._fail(error)
+            self._finish(error)
+        else:
+            self._finish(None)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended, for `timeout` seconds at most; not at all if it could not be started."""
+        if self.ident is not None:
+            super().join(timeout)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Handle the failure, if there was one, and release the objects that the functions of this thread refer to."""
+        try:
+            if error is not None:
+                self._fail(error)
         finally:
-            # Release the objects that these functions refer to.
             self._on_failure = self._end = self._give_up = None
             _running.discard(self)
 

@@ -192,20 +192,21 @@ class LaneExecutor(Executor):
         for lane in lanes:
             if lane in self._threads:
                 continue
+            thread = BackgroundThread(
+                f"{self._name} lane {lane}",
+                partial(self._serve, lane),
+                without="all-reduces fail on this rank",
+                # Jobs behind it would wait for this lane for ever.
+                on_failure=lambda error: self._give_up_all(
+                    f"the thread of a lane has failed on rank {self._rank} ({type(error).__name__}: {error})"
+                ),
+                end=self._lanes.close,
+                give_up=partial(self._give_up_all, f"the process of rank {self._rank} ends"),
+            )
             with self._lock:
-                if lane not in self._threads:
-                    self._threads[lane] = BackgroundThread(
-                        f"{self._name} lane {lane}",
-                        partial(self._serve, lane),
-                        without="all-reduces fail on this rank",
-                        # Jobs behind it would wait for this lane for ever.
-                        on_failure=lambda error: self._give_up_all(
-                            f"the thread of a lane has failed on rank {self._rank} ({type(error).__name__}: {error})"
-                        ),
-                        end=self._lanes.close,
-                        give_up=partial(self._give_up_all, f"the process of rank {self._rank} ends"),
-                    )
-                    self._threads[lane].start()
+                is_first = self._threads.setdefault(lane, thread) is thread
+            if is_first:
+                thread.start()
 
     def _serve(self, lane: Lane) -> None:
         # A thread inherits `torch.set_flush_denormal` from the thread that starts it. If a script had set it on one

@@ -383,9 +383,7 @@ class Streams:
             "gradwire streams",
             self._run,
             without="its connections to other ranks are closed, and exchanges in flight fail",
-            on_failure=lambda error: self._fail(
-                f"the thread of the connections to other ranks has failed: {type(error).__name__}: {error}"
-            ),
+            on_failure=self._give_up,
             end=self.close,
         )
         self._thread.start()
@@ -529,10 +527,16 @@ class Streams:
         except Ended as error:
             self._fail(f"{error}")
         finally:
-            for connection in self._connections:
-                connection.socket.close()
-            self._bell[0].close()
-            self._bell[1].close()
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for each in (*(connection.socket for connection in self._connections), *self._bell):
+            each.close()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fails all exchanges after an error of the thread, which may not have been started."""
+        self._fail(f"the thread of the connections to other ranks has failed: {type(error).__name__}: {error}")
+        self._close_sockets()
 
     def _fail(self, why: str) -> None:
         """Ends all exchanges in flight, and fails later ones, with the reason `why`."""
