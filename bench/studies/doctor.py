@@ -198,6 +198,7 @@ def faults(folder: Path) -> tuple[InjectedFault, ...]:
         folder: Folder for files that a fault needs; must exist while the faults are used.
     """
     install_other_version(folder)
+    # The ten faults that are counted.
     return (
         InjectedFault(
             name="slow link",
@@ -224,6 +225,7 @@ def faults(folder: Path) -> tuple[InjectedFault, ...]:
             before=f"[ $GROUP_RANK != 1 ] || export PYTHONPATH={folder};",
         ),
         InjectedFault(name="bad variable", key="variable", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+        # Extra ones.
         InjectedFault(
             name="ranks on one core", key="oversubscribed_cores", before="taskset -pc 0 $$ > /dev/null;", extra=True
         ),

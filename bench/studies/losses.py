@@ -81,6 +81,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
         for connection in sorted(connections(), key=lambda each: each.descriptor)[:1]:
             connection.shut_down()
 
+    # Join the job: with its other ranks, or later through the store of `GRADWIRE_ELASTIC`.
     signal.signal(signal.SIGUSR1, cut)
     torch.set_num_threads(1)
     if ":" in environment.get("GRADWIRE_ELASTIC", ""):
@@ -96,6 +97,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
             time.sleep(options["compute"] / 3)
             return rows
 
+    # The model, and the hook in elastic training.
     module = nn.Sequential(
         nn.Linear(32, WIDTH), Work(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
     )
@@ -111,6 +113,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
         compressor_options=settings,
         timeout=timedelta(seconds=60),
     )
+    # Train, and write a line every `row_every` steps.
     generator = torch.Generator().manual_seed(os.getpid())
     stop = Path(log).parent / "stop"
     with Path(log).open("w", buffering=1) as file:
@@ -663,10 +666,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--agent", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    # A process that the study itself has started.
     if options.agent:
         return agent()
     if options.store:
         return serve_store(options.store)
+    # One job for each compressor, with a line about its faults.
     random.seed(options.seed)
     wrong = 0
     for compressor in options.compressors.split(","):

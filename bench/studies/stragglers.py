@@ -217,6 +217,7 @@ def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]
             super().step_ended(step, buckets)
             own += time.thread_time() - began
 
+    # Models with the watch, without it (twice, for the noise), and with an exchange in every step.
     with patch("gradwire.comms.observe.stragglers.StragglerWatch", Timed):
         models = {
             name: _hooked(SleepingLayers(width, lambda index: seconds / BUCKETS), width, every)
@@ -225,6 +226,7 @@ def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]
         for model, state in models.values():
             model(torch.ones(1, width)).backward()  # the hook connects, and makes its watch
             assert state.steps == 1
+    # Measure blocks of steps of each model in random turns.
     rows, draw = torch.ones(1, width), random.Random(0)
     found: list[dict[str, float]] = []
     for block in range(-1, blocks):

@@ -199,6 +199,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     if options.device == "cuda":
         reason = "NCCL joins the GPUs of one machine without them"
     hooks = options.hook or HOOKS
+    # Train on logical nodes if no link can be made slow here, else on an emulated cluster.
     if reason is not None:
         console.print(
             f"No gain in seconds can be shown: no link can be made slow here ({reason}). The ranks train as two "
@@ -225,6 +226,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             bits_per_second = cluster.nic_bits_per_second
             assert bits_per_second is not None
             title = f"2 nodes x 2 ranks, {format_rate(bits_per_second)} links"
+    # Print the table and the summary.
     first = results[0]
     console.print(result_table(results, title, counted=reason is not None))
     console.print(

@@ -130,6 +130,7 @@ def _has_overrun(pair: PairRates, share: float, one: float, good: float) -> bool
 
 def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
     """Reports receive windows and send buffers that are too small for rate times round trip."""
+    # Keep the confirmed pairs whose connection a window or buffer limits.
     good = facts.good_rate()
     held = [pair for pair in facts.pairs if pair.times >= CONFIRMED and _held(facts, pair, good)]
     if not held:

@@ -431,6 +431,7 @@ def show(file: Path) -> str:
     text = []
     kinds = dict.fromkeys((row["task"], row["steps"], tuple(row["nodes"])) for row in rows if row["what"] == "quality")
     for kind in kinds:
+        # Collect the runs of each method, and the speeds of the task.
         task, steps, nodes = kind
         facts = TASKS[task]().facts
         runs: dict[str, list[dict[str, list[tuple[int, float]]]]] = {}
@@ -443,6 +444,7 @@ def show(file: Path) -> str:
         target = None
         if PLAIN in runs:
             target = statistics.mean(run["curve"][-1][1] for run in runs[PLAIN]) + sign * facts.tolerance
+        # Quality: the mean over the seeds, and the step at which all of them reach plain DDP's quality.
         reached: dict[str, float] = {}
         for name, found in runs.items():
             finals = [run["curve"][-1][1] for run in found]
@@ -458,6 +460,7 @@ def show(file: Path) -> str:
                 f"  {name:30} {statistics.mean(finals):.3f} ({', '.join(f'{each:.3f}' for each in finals)}) "
                 f"reaches {target or 0:.3f} after {reached.get(name, 'never')} steps, {bits or 0:.4g} bits"
             )
+        # Speed on each link: seconds of a step, and how much sooner plain DDP's quality is reached.
         for row in speeds:
             seconds = {each["method"]: each["seconds"] for each in row["steps"]}
             text.append(f"  on {row['nic']}, load {row['load']:.1f}, {row['machine']}")
@@ -497,6 +500,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batches", type=int, default=1, help="of speed: of how many ranks one takes those")
     parser.add_argument("--steps", type=int, help="default: those of the task")
     options = parser.parse_args(argv)
+    # Methods: those of the table by name, and those given as options of Outer.
     nodes = [options.ranks_per_node] * options.nodes
     task = task_of_ranks(options.task, sum(nodes))
     steps = options.steps or task.facts.steps
@@ -504,6 +508,7 @@ def main(argv: list[str]) -> int:
     for word in options.outer:
         name, _, values = word.partition("=")
         methods.append(_outer(name, **json.loads(values)))
+    # Show the file, or measure and add to it.
     if options.what == "show":
         print(show(options.json))
         return 0

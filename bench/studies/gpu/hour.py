@@ -61,6 +61,7 @@ def steps_of(gpus: int) -> list[HourStep]:
     Args:
         gpus: Number of GPUs of this machine.
     """
+    # Words of the commands.
     ranks = min(gpus, 8)
     run, tests = (sys.executable, "-m"), (sys.executable, "-m", "pytest", "-q", "-m", "gpu")
     sanitizer = ("compute-sanitizer", "--error-exitcode", "1", "--tool")
@@ -79,6 +80,7 @@ def steps_of(gpus: int) -> list[HourStep]:
         )
         for numel in (25 << 18, 800 << 10)
     ]
+    # Decisive steps first: if one fails, later figures mean nothing.
     return [
         HourStep("selftest", (*run, "gradwire", "selftest", "--seconds", "850", "--json", RESULT),
                  "kernels load, launch and are right; NCCL takes every call and its sums are exact", decisive=True),
