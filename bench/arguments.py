@@ -22,6 +22,14 @@ MOST_SECONDS = 366 * 86_400
 """Upper limit of options in seconds, about a year; torch's timeouts, in milliseconds of 64 bits, allow more."""
 
 
+FORMS = {
+    r"unrecognized arguments: (\S+).*": r"`\1`: found an unknown option, wanted one of those that --help lists",
+    r"argument ([^:]+): invalid (?:int|float) value: (.*)": r"`\1`: found \2, wanted a number",
+    r"the following arguments are required: (.*)": r"`\1`: found nothing, wanted a value",
+}
+"""Message of argparse (regular expression) -> the same in the form of all other errors, with its groups."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """argparse's parser, with errors in the form of all commands' errors and without escape sequences."""
 
@@ -55,16 +63,16 @@ def in_one_form(message: str) -> str:
         message: English message as argparse passes it to `ArgumentParser.error`; of an unknown form, it is returned
             unchanged.
     """
-    if (unknown := re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL)) is not None:
-        return f"`{unknown[1]}`: found an unknown option, wanted one of those that --help lists"
+    for pattern, form in FORMS.items():
+        if (known_form := re.fullmatch(pattern, message, re.DOTALL)) is not None:
+            return known_form.expand(form)
     if (found := re.fullmatch(r"argument ([^:]+): (.*)", message, re.DOTALL)) is None:
         return message
     option = found[1]
     if (choice := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", found[2], re.DOTALL)) is None:
         return f"`{option}`: {found[2]}"
     known = choice[2].replace("'", "").split(", ")
-    near = get_close_matches(choice[1], known, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = "".join(f"; did you mean {near}?" for near in get_close_matches(choice[1], known, 1))
     return f"`{option}`: found {choice[1]!r}, wanted one of {', '.join(known)}{hint}"
 
 

@@ -90,8 +90,8 @@ def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(
         prog="gradwire compare",
-        description="Plain DDP, torch's hooks, and gradwire's plans and compressors, side by side, on an emulated "
-        "cluster. Under torchrun, mpirun or srun the ranks that were started take part instead.",
+        description="Compares plain DDP, torch's hooks, and gradwire's plans and compressors side by side, on an "
+        "emulated cluster. Under torchrun, mpirun or srun the ranks that were started take part instead.",
     )
     parser.add_argument("--model", choices=MODELS, default="transformer")
     parser.add_argument(
@@ -105,10 +105,8 @@ def build_parser() -> Parser:
     )
     add_import_option(parser)
     add_json_option(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")
-    parser.add_argument(
-        "--interface", metavar="NAME", help="under a launcher: the network card whose bytes are counted"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (.png or .svg)")
+    parser.add_argument("--interface", metavar="NAME", help="NIC whose bytes are counted, under a launcher")
     _add_cluster(parser)
     _add_replay(parser)
     parser.add_argument(
@@ -131,7 +129,7 @@ def _add_cluster(parser: Parser) -> None:
     cluster.add_argument(
         "--stream",
         metavar="RATE",
-        help="what one TCP connection between nodes reaches (default: all of the "
+        help="rate of one TCP connection between nodes (default: all of the "
         "link; with --replay the real one, for example 5gbit)",
     )
 
@@ -145,11 +143,11 @@ def _add_replay(parser: Parser) -> None:
     )
     replay.add_argument("--batch", type=int, help="samples per GPU and step")
     replay.add_argument(
-        "--factor", type=int, help="gradients and links 1/F of the real ones (default: what leaves 9 MB)"
+        "--factor", type=int, help="size of gradients and links, 1/F of the real ones (default: so that 9 MB remain)"
     )
     replay.add_argument(
         "--slow-motion",
         type=int,
         metavar="T",
-        help="everything lasts T times as long (default: what makes a step of plain DDP last 4 to 11 s)",
+        help="make everything last T times as long (default: so that a step of plain DDP lasts 4 to 11 s)",
     )

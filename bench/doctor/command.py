@@ -52,19 +52,17 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
     options = CommandParser(
         prog="gradwire doctor",
-        description="Looks for what slows a job down, and says what it costs and what to type. Start it as you start "
+        description="Finds out why a multi-node job is slow, what it costs and what to type. Start it as you start "
         "your script, on all nodes; it takes about a minute and changes nothing.",
         epilog="exit status: 0 nothing found, 1 something found, 2 bad use; a --script that fails: its own.",
     )
     options.add_argument(
         "--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes (default: 100)"
     )
-    options.add_argument("--step-seconds", type=float, metavar="S", help="a step of your training on all these nodes")
+    options.add_argument("--step-seconds", type=float, metavar="S", help="length of a training step on these nodes")
+    options.add_argument("--link", metavar="RATE", help="expected rate of a link, 25gbit, if the NIC does not say")
     options.add_argument(
-        "--link", metavar="RATE", help="what a node's link should give, 25gbit, where its NIC does not say"
-    )
-    options.add_argument(
-        "--seconds", type=float, default=45.0, metavar="S", help="how long to measure, about; at least 5 (default: 45)"
+        "--seconds", type=float, default=45.0, metavar="S", help="approximate time to measure, at least 5 (default: 45)"
     )
     options.add_argument("--svg", type=Path, metavar="FILE", help="draw the rates between all nodes")
     add_json_option(options)

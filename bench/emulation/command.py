@@ -32,7 +32,7 @@ from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import STDOUT, CleanConsole, add_json_option, complain, right_columns, working, write_json
 from gradwire.topology.printable import shortened
 
-GRACE_HELP = "how long the others may go on after a rank failed, so that they can say what they saw (default 30)"
+GRACE_HELP = "time in which the other ranks may report their errors after a rank failed (default 30)"
 _EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit -- python train.py"
 
 
@@ -47,16 +47,18 @@ def build_parser() -> argparse.ArgumentParser:
         "interpreter.",
         epilog=_EXAMPLE,
     )
+    # The nodes and their ranks.
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
     parser.add_argument("--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (default 1)")
     parser.add_argument("--uneven", metavar="3,1", help="ranks of each node, one by one, instead of --ranks-per-node")
+    # The network of the nodes.
     parser.add_argument(
         "--nic",
         metavar="RATE[+RATE...][,...]",
         help="rate of each node's link, each direction: 200mbit, or one for each node: 200mbit,200mbit,50mbit; with "
         "100mbit+100mbit each has two NICs, eth0 and eth1 (default: no limit)",
     )
-    parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are dealt over nodes")
+    parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are placed on nodes")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="largest packet (default 1500)")
     parser.add_argument(
         "--names",
@@ -69,9 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--network",
         metavar="NETWORK",
         default=FIRST_NETWORK,
-        help=f"of the nodes' addresses; one such as fd77::/64 leaves them IPv6 alone (default {FIRST_NETWORK})",
+        help=f"network of the nodes' addresses; with fd77::/64 they have IPv6 only (default {FIRST_NETWORK})",
     )
     _add_path_options(parser)
+    # The command: its output, its end, and the report.
     parser.add_argument("--prefix", action="store_true", help="start every line of output with its [rank N]")
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=GRACE_HELP)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="longest time for the command (default: none)")
@@ -88,16 +91,14 @@ def _add_path_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--delay",
         metavar="TIME[,TIME...]",
-        help="how long what a node sends takes to the others, one way, or one for each node: with 40ms ping shows 80",
+        help="one-way delay of what a node sends, or one for each node: with 40ms ping shows 80",
     )
-    group.add_argument(
-        "--jitter", metavar="TIME[,TIME...]", help="each packet takes so much more or less, uniform: 5ms"
-    )
-    group.add_argument("--loss", metavar="SHARE[,SHARE...]", help="of the packets that a node sends: 0.1%%")
+    group.add_argument("--jitter", metavar="TIME[,TIME...]", help="most that a packet's delay varies by, uniform: 5ms")
+    group.add_argument("--loss", metavar="SHARE[,SHARE...]", help="share of a node's packets that are lost: 0.1%%")
     group.add_argument(
         "--queue",
         metavar="TIME[,TIME...]",
-        help="what would wait longer for a node's link is dropped (default 200ms); needs --nic",
+        help="longest wait of a packet for its node's link, else it is dropped (default 200ms); needs --nic",
     )
     group.add_argument("--regions", metavar="NAME,NAME...", help="region of each node: eu,eu,us")
     group.add_argument(
@@ -105,18 +106,16 @@ def _add_path_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="REGION/REGION:...",
-        help="between two regions, both ways; may be repeated: eu/us:delay=40ms,loss=0.1%%,jitter=5ms",
+        help="path between two regions, both ways; repeatable: eu/us:delay=40ms,loss=0.1%%,jitter=5ms",
     )
     group.add_argument("--reorder", action="store_true", help="let packets with jitter overtake each other")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of losses and jitter (default 0)")
-    group.add_argument(
-        "--congestion", metavar="NAME", help="how the nodes' TCP reacts to loss, such as cubic (default: the machine's)"
-    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of losses and jitter (default 0)")
+    group.add_argument("--congestion", metavar="NAME", help="TCP's congestion control: cubic (default: the machine's)")
     group.add_argument(
         "--carrier",
         default="auto",
         metavar="NAME",
-        help="of the packets: the kernel's netem, gradwire's relay, or auto, netem where there is one (default)",
+        help="emulator of delay and loss: netem, relay (gradwire's own), or auto: netem if there is one (default)",
     )
 
 

@@ -138,13 +138,14 @@ def build_parser() -> Parser:
 
 def _add_sizes(parser: Parser) -> None:
     sizes = parser.add_argument_group("sizes and ranks")
+    # Ranks.
     sizes.add_argument(
         "-g",
         "--ngpus",
         type=_at_least(1, MOST_RANKS),
         default=None,
         metavar="N",
-        help="ranks to start on this host (default 1); under torchrun, mpirun or srun 1 alone: each rank is started",
+        help="ranks to start on this host (default 1); only 1 under torchrun, mpirun or srun, which start them",
     )
     sizes.add_argument(
         "-t",
@@ -152,7 +153,7 @@ def _add_sizes(parser: Parser) -> None:
         type=_at_least(1, MOST_RANKS),
         default=1,
         metavar="N",
-        help="1 alone: a rank is a process here, never a thread",
+        help="only 1: a rank is a process here, never a thread",
     )
     sizes.add_argument(
         "-p",
@@ -160,11 +161,12 @@ def _add_sizes(parser: Parser) -> None:
         type=int,
         choices=(0, 1),
         default=0,
-        help="nothing here: processes begin side by side whatever it is",
+        help="no effect: processes start in parallel in any case",
     )
     sizes.add_argument(
-        "-R", "--local_register", type=int, choices=(0, 1, 2), default=0, help="0 alone: no backend registers buffers"
+        "-R", "--local_register", type=int, choices=(0, 1, 2), default=0, help="only 0: no backend registers buffers"
     )
+    # Sizes of the rows.
     sizes.add_argument("-b", "--minbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
     sizes.add_argument("-e", "--maxbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
     sizes.add_argument(

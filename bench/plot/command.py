@@ -30,13 +30,13 @@ _DRAWN = {"compare": draw_compare, "main_job": draw_training}
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = CommandParser(
-        prog="gradwire plot", description="Draw what bench, compare and make run measured, or a step of a trace."
+        prog="gradwire plot", description="Draws what bench, compare and make run measured, or a step of a trace."
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=".png or .svg (default: beside the first file)"
+        "-o", "--output", type=Path, metavar="FILE", help="picture, .png or .svg (default: next to the first file)"
     )
-    parser.add_argument("--step", type=int, metavar="N", help="of a trace (default: the step of median length)")
+    parser.add_argument("--step", type=int, metavar="N", help="step of a trace (default: the one of median length)")
     parser.add_argument("--json", action="store_true", help="print the names of the pictures as JSON")
     return parser
 

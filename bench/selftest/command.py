@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 nothing failed, 1 something failed, 2 bad use",
     )
     options.add_argument(
-        "--device", choices=("cpu", "cuda"), help="where (default: cuda where torch sees a GPU, else cpu)"
+        "--device", choices=("cpu", "cuda"), help="device to check (default: cuda if torch sees a GPU, else cpu)"
     )
     options.add_argument(
         "--ranks",
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         "where there are fewer GPUs they share them",
     )
     options.add_argument(
-        "--seconds", type=float, default=DEFAULT_SECONDS, metavar="S", help="stop after so many (default: 300)"
+        "--seconds", type=float, default=DEFAULT_SECONDS, metavar="S", help="stop after this time (default: 300)"
     )
     options.add_argument(
         "--numel",
@@ -73,7 +73,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"values in the gradient that bandwidth is measured with; 0 measures none (default: {DEFAULT_NUMEL})",
     )
-    options.add_argument("--hour", action="store_true", help="in a checkout: what never ran on a GPU, to --json FILE")
+    options.add_argument(
+        "--hour", action="store_true", help="run what never ran on a GPU; needs a checkout and --json FILE"
+    )
     add_json_option(options)
     return options
 

@@ -44,16 +44,16 @@ def parser() -> CommandParser:
     parse = CommandParser(
         prog="gradwire gdr-check",
         usage="%(prog)s [options]\n       [--root DIR | --from FILE | --example | --compare JSON...]",
-        description="Is GPUDirect RDMA possible, configured, in use? Judged for every GPU-NIC pair.",
+        description="Checks for each GPU and NIC if GPUDirect RDMA is possible, configured, in use.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parse.add_mutually_exclusive_group()
     source.add_argument(
-        "--root", type=Path, metavar="DIR", help="look at a captured tree, or a host mounted in a container"
+        "--root", type=Path, metavar="DIR", help="check a captured tree, or a host mounted in a container"
     )
-    source.add_argument("--from", type=Path, dest="archive", metavar="FILE.tar.gz", help="look at what --capture wrote")
-    source.add_argument("--example", action="store_true", help="show what a healthy, made-up machine looks like")
+    source.add_argument("--from", type=Path, dest="archive", metavar="FILE.tar.gz", help="check what --capture wrote")
+    source.add_argument("--example", action="store_true", help="show the report of a healthy, made-up machine")
     source.add_argument(
         "--compare", type=Path, nargs="+", metavar="JSON", help="compare the --json of the hosts of a job"
     )
@@ -62,11 +62,11 @@ def parser() -> CommandParser:
     )
     parse.add_argument("--lspci", type=Path, metavar="FILE", help="take the PCI tree from the output of lspci -vvvnn")
     parse.add_argument(
-        "--env", type=Path, metavar="FILE", help="judge these variables: output of env, or /proc/PID/environ"
+        "--env", type=Path, metavar="FILE", help="check these variables: output of env, or /proc/PID/environ"
     )
-    parse.add_argument("--nccl-log", type=Path, metavar="FILE", help="a log written with NCCL_DEBUG=INFO")
-    parse.add_argument("--nccl-version", metavar="X.Y.Z", help="where neither log nor wheel says")
-    parse.add_argument("--nvlink", type=Path, metavar="FILE", help="output of nvidia-smi nvlink --status")
+    parse.add_argument("--nccl-log", type=Path, metavar="FILE", help="read a log written with NCCL_DEBUG=INFO")
+    parse.add_argument("--nccl-version", metavar="X.Y.Z", help="version of NCCL, if neither log nor wheel says")
+    parse.add_argument("--nvlink", type=Path, metavar="FILE", help="read the output of nvidia-smi nvlink --status")
     parse.add_argument(
         "--perftest", type=Path, nargs=2, metavar=("HOST", "GPU"), help="ib_write_bw without and with --use_cuda"
     )

@@ -135,12 +135,13 @@ def build_parser() -> CommandParser:
         epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 "
         "--backward-ms 45",
     )
+    # The machine.
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--preset",
         choices=sorted(PRESETS),
         metavar="NAME",
-        help=f"a well-known machine (default {ASSUMED}, which is then said): {', '.join(sorted(PRESETS))}",
+        help=f"a well-known machine (default {ASSUMED}; the output says so): {', '.join(sorted(PRESETS))}",
     )
     source.add_argument(
         "--topology",
@@ -148,30 +149,32 @@ def build_parser() -> CommandParser:
         metavar="FILE",
         help="NCCL topology XML, `nvidia-smi topo -m`, or `gradwire topo --json` of one node",
     )
+    # The nodes and their links.
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes like that (default 1)")
     parser.add_argument(
         "--ranks-per-node",
         type=_counts,
         default=(),
         metavar="R",
-        help="default: one for each GPU, else CPU socket; 2,1 for nodes with unlike numbers",
+        help="ranks of a node (default: one for each GPU, else CPU socket); 2,1 for nodes that differ",
     )
     parser.add_argument(
         "--nic",
         metavar="RATE",
-        help="rate of one network card, 25gbit, in place of the machine's own; 40mbit,40mbit,15mbit for unlike nodes",
+        help="rate of one NIC, 25gbit, in place of the machine's own; 40mbit,40mbit,15mbit for nodes that differ",
     )
     parser.add_argument(
-        "--intra-node", metavar="RATE", help="what one rank has inside its node, 1880gbit, where unknown"
+        "--intra-node", metavar="RATE", help="rate of one rank inside its node, 1880gbit, if the machine does not say"
     )
     parser.add_argument("--rtt", metavar="TIME", help="round trip between two nodes of CPUs, 80ms")
-    parser.add_argument("--loss", metavar="SHARE", help="packets lost on the way, 0.1%%; with --rtt")
+    parser.add_argument("--loss", metavar="SHARE", help="share of packets lost, 0.1%%; with --rtt")
     parser.add_argument(
         "--nics-per-node",
         type=int,
         metavar="K",
-        help="cards that gradients use (default: 1 with --nic, else the machine's)",
+        help="NICs that gradients use (default: 1 with --nic, else the machine's)",
     )
+    # The gradients.
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes")
     size.add_argument("--parameters", type=float, metavar="N", help="number of parameters, 7e9")
@@ -187,20 +190,21 @@ def build_parser() -> CommandParser:
         "--gradient-dtype",
         choices=GRADIENT_NBYTES,
         default="float32",
-        help="of the gradients that DDP reduces: the parameters' (default float32)",
+        help="dtype of the gradients that DDP reduces, which is the parameters' (default float32)",
     )
+    # The step.
     parser.add_argument(
         "--backward-ms",
         type=float,
         default=0.0,
         metavar="MS",
-        help="a backward pass without communication (default: not known)",
+        help="time of a backward pass without communication (default: not known)",
     )
     parser.add_argument(
         "--forward-ms",
         type=float,
         metavar="MS",
-        help="a forward pass, and what else a step computes (default: half of backward)",
+        help="time of a forward pass and the optimizer (default: half of backward)",
     )
     parser.add_argument(
         "--bucket-mb", type=float, default=BUCKET_NBYTES / 2**20, metavar="MIB", help="DDP's bucket_cap_mb (default 25)"
@@ -212,8 +216,9 @@ def build_parser() -> CommandParser:
         "--optimizer",
         choices=OPTIMIZERS,
         default=ANY_OPTIMIZER,
-        help="compressors that end behind with it are not recommended",
+        help="compressors known to reach a higher loss with it are not recommended",
     )
+    # The output.
     parser.add_argument("--all", action="store_true", help="show every plan with every compressor")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON for programs")
     parser.add_argument("--markdown", action="store_true", help="print the table of --models for a page")

@@ -41,8 +41,10 @@ def parser() -> CommandParser:
         prog="gradwire topo",
         description="Shows CPUs, PCIe switches, GPUs, NICs and links: as a tree unless told otherwise.",
     )
-    options.add_argument("--matrix", action="store_true", help="distances of all GPUs and NICs, as nvidia-smi topo -m")
-    options.add_argument("--json", action="store_true", help="everything, for programs")
+    options.add_argument(
+        "--matrix", action="store_true", help="print distances of GPUs and NICs, as nvidia-smi topo -m"
+    )
+    options.add_argument("--json", action="store_true", help="print everything as JSON, for programs")
     options.add_argument("--svg", metavar="FILE", type=Path, help="write a picture")
     source = options.add_mutually_exclusive_group()
     source.add_argument(

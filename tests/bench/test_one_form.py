@@ -22,6 +22,8 @@ from gradwire.bench.arguments import in_one_form
             "unrecognized arguments: --foo bar",
             "`--foo`: found an unknown option, wanted one of those that --help lists",
         ),
+        ("argument --seconds: invalid float value: 'x'", "`--seconds`: found 'x', wanted a number"),
+        ("the following arguments are required: FILE.json", "`FILE.json`: found nothing, wanted a value"),
         ("something else", "something else"),
     ],
 )
