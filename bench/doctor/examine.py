@@ -36,7 +36,7 @@ from gradwire.bench.doctor.facts import (
     from_record,
     to_record,
 )
-from gradwire.bench.doctor.network import STREAMS, Asker, Listener, measure_pair
+from gradwire.bench.doctor.network import STREAMS, Client, Listener, measure_pair
 from gradwire.bench.doctor.script import run_script
 from gradwire.bench.doctor.wanted import Wanted, left_behind, with_script
 from gradwire.bench.doctor.work import WORK_SECONDS, busy_gpu_states, core_work, threads_seconds
@@ -284,7 +284,7 @@ class _Examination:
 
     def _meet_nodes(self) -> None:
         """Gathers each rank's facts on rank 0, and broadcasts the ranks, addresses and ports of the nodes."""
-        self._wanted.say("asking all ranks about their machines")
+        self._wanted.say("reading the machines of all ranks")
         first_here = (self._own.local_rank or 0) == 0
         if first_here:
             self._own = replace(self._own, gdr=local.gdr_verdicts(), gpus=busy_gpu_states())
@@ -362,8 +362,8 @@ class _Examination:
         # Measure over the loopback, too: no rate of a network above this can be measured.
         own_rate = 0.0
         if self._leads:
-            with closing(Asker("127.0.0.1", self._listener.ports)) as asker:
-                own_rate = min(asker.rates(STREAMS, STREAMS, seconds))
+            with closing(Client("127.0.0.1", self._listener.ports)) as client:
+                own_rate = min(client.rates(STREAMS, STREAMS, seconds))
         own = self._gather([self._node, own_rate])
         # Measure the rounds one after the other.
         found: list[object] = []
@@ -397,16 +397,16 @@ class _Examination:
         own = None
         mine = next((pair for pair in pairs if self._leads and pair[0] == self._node), None)
         if mine is not None:
-            own = self._ask(mine, seconds)
+            own = self._measure_to(mine, seconds)
         return [each for each in self._collect(own) if each is not None]
 
-    def _ask(self, pair: tuple[int, int], seconds: float) -> dict[str, object]:
+    def _measure_to(self, pair: tuple[int, int], seconds: float) -> dict[str, object]:
         """Measures from this node to another; returns a record of `PairRates`, or of `UnreachedPair` on an error."""
         a, b = pair
         try:
-            with closing(Asker(self._layout["addresses"][b], tuple(self._layout["ports"][b]))) as asker:
+            with closing(Client(self._layout["addresses"][b], tuple(self._layout["ports"][b]))) as client:
                 mtu = min(self._layout["mtus"][a], self._layout["mtus"][b])
-                return to_record(measure_pair(asker, pair, seconds, mtu))
+                return to_record(measure_pair(client, pair, seconds, mtu))
         except (OSError, ValueError) as error:
             return {"a": a, "b": b, "error": f"{type(error).__name__}: {error}"}
 
@@ -446,8 +446,8 @@ class _Examination:
             a, b = pair
             for name in [each for each in others[a] if each in others[b]][:4]:
                 try:
-                    with closing(Asker(others[b][name], tuple(self._layout["ports"][b]), others[a][name])) as asker:
-                        rate = min(asker.rates(STREAMS, 0, LONGEST_FLOW)[0], asker.rates(0, STREAMS, LONGEST_FLOW)[1])
+                    with closing(Client(others[b][name], tuple(self._layout["ports"][b]), others[a][name])) as client:
+                        rate = min(client.rates(STREAMS, 0, LONGEST_FLOW)[0], client.rates(0, STREAMS, LONGEST_FLOW)[1])
                 except OSError:  # it does not lead there: the rate says so
                     rate = 0.0
                 own.append({"a": a, "b": b, "interface": name, "bytes_per_second": rate})

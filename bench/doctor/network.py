@@ -1,6 +1,6 @@
 """Measurement of the network between two nodes: latency, TCP rates in one and both directions, full-size packets.
 
-One process of each node serves measurements (`Listener`), and another node's requests them (`Asker`). Plain sockets,
+One process of each node serves measurements (`Listener`), and another node's requests them (`Client`). Plain sockets,
 because a library's algorithm would be measured along with the link; threads, because socket calls release the GIL.
 """
 
@@ -40,7 +40,7 @@ end. It is the kernel's default limit. Source: Linux net/core/sock.c, sysctl_wme
 
 PINGS = 60
 CONNECT_SECONDS = 3.0
-_NOBODY_CUTS = 10, 3
+_NEVER_FRAGMENT = 10, 3
 """Socket option IP_MTU_DISCOVER and its value IP_PMTUDISC_PROBE: packets are never fragmented, and the kernel does not
 apply the path MTU that it has learned. Source: ip(7)."""
 _SMALL_PACKET_NBYTES = 500
@@ -51,8 +51,8 @@ _HEADERS_NBYTES = 28
 """Bytes of the headers of IPv4 and UDP."""
 _DATA, _CONTROL = b"D", b"C"
 """First byte of a TCP connection: it carries a flow, or the requests of a session."""
-_ASKING, _ANSWERED = b"?", b"!"
-"""First byte of a UDP packet, and of its answer; the session's seal follows."""
+_PROBE, _ECHO = b"?", b"!"
+"""First byte of a UDP probe, and of its echo; the session's seal follows."""
 _SEAL_NBYTES = 16
 """Length of a seal: random bytes that a listener draws for each session and sends over TCP. A UDP packet is answered
 only if it has the seal of a session."""
@@ -123,8 +123,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Request of an `Asker` to a `Listener`, as a line of JSON.
+class _Request:
+    """Request of a `Client` to a `Listener`, as a line of JSON.
 
     Attributes:
         do: `clock` asks for the time, `echo` for single bytes to be returned, `flow` for a transfer.
@@ -147,21 +147,21 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """Answer to `clock`: the listener's time of day, in seconds since 1970."""
+    """Response to `clock`: the listener's time of day, in seconds since 1970."""
 
     time: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """First answer to `flow`: all of its connections have arrived."""
+    """First response to `flow`: all of its connections have arrived."""
 
     ready: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Flowed:
-    """Second answer to `flow`, after its end.
+    """Second response to `flow`, after its end.
 
     Attributes:
         rate: Bytes per second that the listener received.
@@ -173,7 +173,7 @@ class _Flowed:
     sent: SentSegments | None
 
 
-_ASKED: MessageType[_Asked] = MessageType(_Asked, most_nbytes=MOST_LINE_NBYTES)
+_REQUEST: MessageType[_Request] = MessageType(_Request, most_nbytes=MOST_LINE_NBYTES)
 _CLOCK: MessageType[_Clock] = MessageType(_Clock, most_nbytes=MOST_LINE_NBYTES)
 _READY: MessageType[_Ready] = MessageType(_Ready, most_nbytes=MOST_LINE_NBYTES)
 _FLOWED: MessageType[_Flowed] = MessageType(_Flowed, most_nbytes=MOST_LINE_NBYTES)
@@ -209,8 +209,8 @@ def flow(
     """
     began = threading.Event()
     counted = [_Counted() for _ in receives]
-    said: list[SentSegments | None] = []
-    ends = [in_thread(partial(_send, each, seconds, began, said), "doctor sends", awaited=False) for each in sends]
+    stats: list[SentSegments | None] = []
+    ends = [in_thread(partial(_send, each, seconds, began, stats), "doctor sends", awaited=False) for each in sends]
     ends += [
         in_thread(partial(_receive, each, seconds, count), "doctor receives", awaited=False)
         for each, count in zip(receives, counted, strict=True)
@@ -218,11 +218,11 @@ def flow(
     began.set()
     for ended in [end.get() for end in ends]:
         outcome_of(ended)
-    return _Counted([each for count in counted for each in count.arrivals]).rate(seconds), said[0] if said else None
+    return _Counted([each for count in counted for each in count.arrivals]).rate(seconds), stats[0] if stats else None
 
 
-def _send(connection: socket.socket, seconds: float, began: threading.Event, said: list[SentSegments | None]) -> None:
-    """Sends zeros for some seconds from the event on, appends the connection's statistics to `said`, and closes it."""
+def _send(connection: socket.socket, seconds: float, began: threading.Event, stats: list[SentSegments | None]) -> None:
+    """Sends zeros for some seconds from the event on, appends the connection's statistics to `stats`, and closes it."""
     chunk = memoryview(bytes(CHUNK_NBYTES))
     began.wait()
     end = time.perf_counter() + seconds
@@ -232,7 +232,7 @@ def _send(connection: socket.socket, seconds: float, began: threading.Event, sai
             while time.perf_counter() < end:
                 with contextlib.suppress(TimeoutError):
                     connection.send(chunk)
-        said.append(sent_segments(connection))
+        stats.append(sent_segments(connection))
         # What is still queued here need not arrive: it would stand in the way of the next flow.
         with contextlib.suppress(OSError):  # it is gone already
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -295,19 +295,19 @@ class Listener:
         """Accepts connections that name a session; at most `MOST_SESSIONS` are served at a time, each by a thread."""
         with (
             contextlib.closing(self._tcp),  # here: a socket that is closed while it is waited on wakes no thread
-            contextlib.closing(PendingConnections(self._tcp, lambda heard: 1 + SESSION_NBYTES - len(heard))) as pending,
+            contextlib.closing(PendingConnections(self._tcp, lambda got: 1 + SESSION_NBYTES - len(got))) as pending,
         ):
             while not self._closed:
                 try:
                     callers = pending.next(CONNECT_SECONDS)
                 except (OSError, ValueError):  # closed
                     return
-                for connection, said in callers:
+                for connection, first in callers:
                     connection.settimeout(10 * CONNECT_SECONDS)
-                    if not self._let_in(connection, said[:1], said[1:]):
+                    if not self._admit(connection, first[:1], first[1:]):
                         connection.close()
 
-    def _let_in(self, connection: socket.socket, kind: bytes, name: bytes) -> bool:
+    def _admit(self, connection: socket.socket, kind: bytes, name: bytes) -> bool:
         """Hands a new connection to its session, or begins a session with it.
 
         Args:
@@ -343,15 +343,15 @@ class Listener:
         return True
 
     def _serve(self, connection: socket.socket, session: str) -> None:
-        """Answers the requests of a session until its connection ends, then forgets the session."""
+        """Handles the requests of a session until its connection ends, then forgets the session."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lines = connection.makefile("rb", buffering=0)
-        # The asker's end, or its silence, is this thread's end: the asker reports what it missed.
+        # This thread ends when the client ends or stops sending; the client reports what it missed.
         try:
             with contextlib.suppress(OSError, queue.Empty, MessageError), connection, lines:
                 connection.sendall(self._sessions[session])
                 while line := lines.readline(MOST_LINE_NBYTES):
-                    self._answer(connection, session, _ASKED.read(line))
+                    self._respond(connection, session, _REQUEST.read(line))
         finally:
             with self._lock:
                 waiting = self._flows.pop(session)
@@ -359,36 +359,36 @@ class Listener:
             while not waiting.empty():
                 waiting.get().close()
 
-    def _answer(self, connection: socket.socket, session: str, asked: "_Asked") -> None:
-        """Does what one request asks for, and sends the answer.
+    def _respond(self, connection: socket.socket, session: str, request: "_Request") -> None:
+        """Handles one request, and sends the response.
 
         Raises:
             MessageError: A flow's connection does not say whether it sends or receives.
             queue.Empty: A flow's connections did not arrive in time.
             OSError: The connection ended.
         """
-        if asked.do == "clock":
-            _say(connection, {"time": time.time()})
-        elif asked.do == "echo":
-            for _ in range(asked.count):
+        if request.do == "clock":
+            _send_line(connection, {"time": time.time()})
+        elif request.do == "echo":
+            for _ in range(request.count):
                 connection.sendall(_exactly(connection, 1))
         else:
             waiting = self._flows[session]
-            connections = [waiting.get(timeout=10 * CONNECT_SECONDS) for _ in range(asked.sends + asked.receives)]
+            connections = [waiting.get(timeout=10 * CONNECT_SECONDS) for _ in range(request.sends + request.receives)]
             roles: dict[bytes, list[socket.socket]] = {b"s": [], b"r": []}
             for each in connections:
                 role = _exactly(each, 1)
                 if role not in roles:
                     raise MessageError(f"a connection is to {role!r}; wanted to send or to receive")
                 roles[role].append(each)
-                _limit(each, asked.buffer, asked.pace)
-            _say(connection, {"ready": True})
-            rate, sent = flow(roles[b"s"], roles[b"r"], asked.seconds)
-            _say(connection, {"rate": rate, "sent": None if sent is None else asdict(sent)})
+                _limit(each, request.buffer, request.pace)
+            _send_line(connection, {"ready": True})
+            rate, sent = flow(roles[b"s"], roles[b"r"], request.seconds)
+            _send_line(connection, {"rate": rate, "sent": None if sent is None else asdict(sent)})
 
     def _echo_packets(self) -> None:
-        """Returns UDP packets that have a session's seal to their senders, until the socket is closed."""
-        self._udp.setsockopt(socket.IPPROTO_IP, *_NOBODY_CUTS)
+        """Sends UDP probes that have the seal of an open session back to their senders, until the socket is closed."""
+        self._udp.setsockopt(socket.IPPROTO_IP, *_NEVER_FRAGMENT)
         while True:
             try:
                 packet, sender = self._udp.recvfrom(1 << 16)
@@ -396,14 +396,14 @@ class Listener:
                 return
             if sender is None:  # shut down, which wakes this thread before the socket is closed
                 return
-            # Only what an asker of a session has made is answered, and an answer is none: two listeners never answer
-            # each other, whatever sender a packet claims.
+            # Only probes of a session's client are echoed, and an echo is no probe: two listeners never echo to each
+            # other, whatever sender a packet claims.
             with self._lock:
                 seals = list(self._sessions.values())
-            if not any(packet.startswith(_ASKING + seal) for seal in seals):
+            if not any(packet.startswith(_PROBE + seal) for seal in seals):
                 continue
-            packet = _ANSWERED + packet[1:]
-            with contextlib.suppress(OSError):  # larger than this end's MTU: the asker sees that nothing comes
+            packet = _ECHO + packet[1:]
+            with contextlib.suppress(OSError):  # larger than this end's MTU: the client gets no echo
                 self._udp.sendto(packet, sender)
 
     def close(self) -> None:
@@ -423,7 +423,7 @@ class Listener:
         self.close()
 
 
-class Asker:
+class Client:
     """Session of measurements from this node to one other node's `Listener`.
 
     Args:
@@ -458,7 +458,7 @@ class Asker:
 
     def latency_seconds(self) -> float:
         """Returns the seconds of one way to the other node: half of the shortest of `PINGS` round trips."""
-        _say(self._control, {"do": "echo", "count": PINGS})
+        _send_line(self._control, {"do": "echo", "count": PINGS})
         return min(self._ping() for _ in range(PINGS)) / 2
 
     def _ping(self) -> float:
@@ -477,7 +477,7 @@ class Asker:
         deadline = time.perf_counter() + _IDLE_SECONDS
         took = float("inf")
         while took > max(8 * latency_seconds, 1e-3) and time.perf_counter() < deadline:
-            _say(self._control, {"do": "echo", "count": 1})
+            _send_line(self._control, {"do": "echo", "count": 1})
             took = self._ping()
 
     def clock_seconds(self) -> float:
@@ -488,8 +488,8 @@ class Asker:
         found = []
         for _ in range(5):
             began = time.time()
-            _say(self._control, {"do": "clock"})
-            theirs = self._hear(_CLOCK).time
+            _send_line(self._control, {"do": "clock"})
+            theirs = self._response(_CLOCK).time
             ended = time.time()
             found.append((ended - began, theirs - (began + ended) / 2))
         return min(found)[1]
@@ -528,7 +528,7 @@ class Asker:
         receives = [self._connect(_DATA, b"s") for _ in range(back)]
         for each in (*sends, *receives):
             _limit(each, buffer_nbytes, bytes_per_second)
-        _say(
+        _send_line(
             self._control,
             {
                 "do": "flow",
@@ -539,10 +539,10 @@ class Asker:
                 "pace": bytes_per_second,
             },
         )
-        self._hear(_READY)
+        self._response(_READY)
         received, sent = flow(sends, receives, seconds)
-        heard = self._hear(_FLOWED)
-        return (heard.rate, received), (sent, heard.sent)
+        response = self._response(_FLOWED)
+        return (response.rate, received), (sent, response.sent)
 
     def packets_pass(self, packet_nbytes: int) -> bool | None:
         """Returns whether unfragmented UDP packets of this size come back; None if small ones do not either.
@@ -552,20 +552,20 @@ class Asker:
         Args:
             packet_nbytes: Size of a packet with the headers of IP and UDP, in bytes.
         """
-        with socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            asking.setsockopt(socket.IPPROTO_IP, *_NOBODY_CUTS)
-            asking.settimeout(_PACKET_SECONDS)
-            if not self._comes_back(asking, _SMALL_PACKET_NBYTES):
+        with socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET, socket.SOCK_DGRAM) as probing:
+            probing.setsockopt(socket.IPPROTO_IP, *_NEVER_FRAGMENT)
+            probing.settimeout(_PACKET_SECONDS)
+            if not self._comes_back(probing, _SMALL_PACKET_NBYTES):
                 return None
-            return self._comes_back(asking, packet_nbytes - _HEADERS_NBYTES)
+            return self._comes_back(probing, packet_nbytes - _HEADERS_NBYTES)
 
-    def _comes_back(self, asking: socket.socket, nbytes: int) -> bool:
-        """Sends a packet with `nbytes` of payload up to `_PACKET_TRIES` times; returns whether an answer came."""
+    def _comes_back(self, probing: socket.socket, nbytes: int) -> bool:
+        """Sends a packet with `nbytes` of payload up to `_PACKET_TRIES` times; returns whether an echo came."""
         for number in range(_PACKET_TRIES):
-            packet = (_ASKING + self._seal + bytes([number])).ljust(nbytes, b"\0")
+            packet = (_PROBE + self._seal + bytes([number])).ljust(nbytes, b"\0")
             try:
-                asking.sendto(packet, (self._address, self._ports[1]))
-                if asking.recv(1 << 16) == _ANSWERED + packet[1:]:
+                probing.sendto(packet, (self._address, self._ports[1]))
+                if probing.recv(1 << 16) == _ECHO + packet[1:]:
                     return True
             except TimeoutError:
                 continue
@@ -575,8 +575,8 @@ class Asker:
                 return False
         return False
 
-    def _hear(self, wanted: MessageType[T]) -> T:
-        """Reads an answer of the listener.
+    def _response(self, wanted: MessageType[T]) -> T:
+        """Reads a response of the listener.
 
         Raises:
             ConnectionError: The listener has closed the connection, or its line is not of this type.
@@ -590,40 +590,40 @@ class Asker:
             raise ConnectionError(f"{self._address} does not answer as a doctor: {error}") from None
 
     def close(self) -> None:
-        """Closes the connection, which ends the session."""
+        """Closes the connection to the listener, which ends the session of measurements."""
         self._lines.close()
         self._control.close()
 
 
-def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_nbytes: int) -> PairRates:
+def measure_pair(client: Client, places: tuple[int, int], seconds: float, packet_nbytes: int) -> PairRates:
     """Measures the path between two nodes: latency, rates, lost segments, clocks, and packets of full size.
 
     Args:
-        asker: Session from the first node to the second.
+        client: Session from the first node to the second.
         places: Numbers of the two nodes.
         seconds: Least length of each of the six flows; a long round trip makes them longer.
         packet_nbytes: Size of the packets that must pass unfragmented, in bytes with all headers.
     """
     # Measure what needs an idle path.
-    latency = asker.latency_seconds()
-    packets = asker.packets_pass(packet_nbytes)
+    latency = client.latency_seconds()
+    packets = client.packets_pass(packet_nbytes)
     # Measure one connection in each direction, then several in each direction and in both at once.
     seconds = max(seconds, min(2 * FLOW_ROUND_TRIPS * latency, LONGEST_FLOW_SECONDS))
-    (there, _), (sent_there, _) = asker.flows(1, 0, seconds)
-    asker.wait_until_idle(latency)
-    (_, back), (_, sent_back) = asker.flows(0, 1, seconds)
+    (there, _), (sent_there, _) = client.flows(1, 0, seconds)
+    client.wait_until_idle(latency)
+    (_, back), (_, sent_back) = client.flows(0, 1, seconds)
     one = there, back
-    asker.wait_until_idle(latency)
+    client.wait_until_idle(latency)
     # Where this much covers the path many times over, little is queued, and acknowledgements do not wait behind it.
     buffer = SMALL_BUFFER_NBYTES if 8 * max(one) * latency < SMALL_BUFFER_NBYTES else 0
     many = (
-        asker.rates(STREAMS, 0, seconds, buffer)[0],
-        asker.rates(0, STREAMS, seconds, buffer)[1],
+        client.rates(STREAMS, 0, seconds, buffer)[0],
+        client.rates(0, STREAMS, seconds, buffer)[1],
     )
-    both = asker.rates(STREAMS, STREAMS, seconds, buffer)
-    asker.wait_until_idle(latency)
+    both = client.rates(STREAMS, STREAMS, seconds, buffer)
+    client.wait_until_idle(latency)
     # Count lost segments of flows that are slow enough not to cause losses themselves.
-    sent, lost = _lost(asker, PACED_SHARE * min(one), seconds)
+    sent, lost = _lost(client, PACED_SHARE * min(one), seconds)
     own = [each for each in (sent_there, sent_back) if each is not None]
     return PairRates(
         a=places[0],
@@ -636,17 +636,17 @@ def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_n
         lost=lost,
         window_share=max((each.window_share for each in own), default=None),
         buffer_share=max((each.buffer_share for each in own), default=None),
-        clock_seconds=asker.clock_seconds(),
+        clock_seconds=client.clock_seconds(),
         packet_nbytes=packet_nbytes if packets is not None else None,
         packets_pass=packets,
     )
 
 
-def _lost(asker: Asker, bytes_per_second: float, seconds: float) -> tuple[tuple[int, int], tuple[int, int]]:
+def _lost(client: Client, bytes_per_second: float, seconds: float) -> tuple[tuple[int, int], tuple[int, int]]:
     """Counts the segments that paced flows send and lose in each direction, at a rate that should lose none.
 
     Args:
-        asker: Session to the other node.
+        client: Session to the other node.
         bytes_per_second: Pacing rate of the flow in each direction; at 0 nothing is measured.
         seconds: Least length of the flows.
 
@@ -657,7 +657,7 @@ def _lost(asker: Asker, bytes_per_second: float, seconds: float) -> tuple[tuple[
         return (0, 0), (0, 0)
     wanted = PACED_SEGMENTS * _SEGMENT_NBYTES / bytes_per_second
     lasts = min(max(seconds, wanted), LONGEST_PACED_SECONDS)
-    _, found = asker.flows(1, 1, lasts, bytes_per_second=bytes_per_second)
+    _, found = client.flows(1, 1, lasts, bytes_per_second=bytes_per_second)
     there, back = (each or SentSegments() for each in found)
     return (there.sent, back.sent), (there.lost, back.lost)
 
@@ -676,7 +676,7 @@ def _limit(connection: socket.socket, buffer_nbytes: int, bytes_per_second: floa
         pace(connection, bytes_per_second)
 
 
-def _say(connection: socket.socket, what: dict[str, object]) -> None:
+def _send_line(connection: socket.socket, what: dict[str, object]) -> None:
     """Sends an object as a line of JSON."""
     connection.sendall(json.dumps(what).encode() + b"\n")
 

@@ -43,16 +43,16 @@ from support.threads import run_ranks
 
 def test_rates_latency_and_whole_packets_are_measured_on_sockets() -> None:
     with network.Listener() as listener:
-        asker = network.Asker("127.0.0.1", listener.ports)
-        pair = network.measure_pair(asker, (0, 1), 0.05, 1500)
-        assert asker.packets_pass(1500) is True
-        assert asker.packets_pass(1 << 16) is False  # larger than any packet of IP
-        asker.close()
+        client = network.Client("127.0.0.1", listener.ports)
+        pair = network.measure_pair(client, (0, 1), 0.05, 1500)
+        assert client.packets_pass(1500) is True
+        assert client.packets_pass(1 << 16) is False  # larger than any packet of IP
+        client.close()
         ports = listener.ports
     assert 0 < pair.latency_seconds < 1 and abs(pair.clock_seconds) < 1
     assert min(*pair.many) > 0 and pair.many >= pair.one
     with pytest.raises(OSError, match=r"refused"):
-        network.Asker("127.0.0.1", ports)
+        network.Client("127.0.0.1", ports)
 
 
 def test_the_better_of_two_tries_counts_in_every_figure() -> None:

@@ -290,7 +290,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     ),
     "a watch's timeline": (watch_store._TIMELINE.read, json.dumps(asdict(TimelinePart(3, 1.0, ISSUED))).encode()),
     "a doctor's question": (
-        doctor._ASKED.read,
+        doctor._REQUEST.read,
         json.dumps({"do": "flow", "sends": 1, "receives": 1, "seconds": 0.1, "buffer": 0, "pace": 0.0}).encode(),
     ),
     "a doctor's answer": (

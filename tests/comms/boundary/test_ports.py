@@ -260,22 +260,22 @@ def test_a_request_that_would_fill_the_memory_is_refused(peer_info: str) -> None
 
 def test_the_doctors_listener_answers_no_packet_of_a_sender_it_does_not_know() -> None:
     with doctor.Listener() as one, doctor.Listener() as other:
-        asker = doctor.Asker("127.0.0.1", one.ports)
+        client = doctor.Client("127.0.0.1", one.ports)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             sender.bind(("127.0.0.1", 0))
-            for packet in (b"", b"x", b"?" + bytes(16), b"?" * 600, b"!" + asker._seal, bytes(600)):
+            for packet in (b"", b"x", b"?" + bytes(16), b"?" * 600, b"!" + client._seal, bytes(600)):
                 sender.sendto(packet, ("127.0.0.1", one.ports[1]))
                 sender.sendto(packet, ("127.0.0.1", other.ports[1]))
-            sender.sendto(b"?" + asker._seal, ("127.0.0.1", other.ports[1]))  # of another listener
-            sender.sendto(b"?" + asker._seal + b"last", ("127.0.0.1", one.ports[1]))
+            sender.sendto(b"?" + client._seal, ("127.0.0.1", other.ports[1]))  # of another listener
+            sender.sendto(b"?" + client._seal + b"last", ("127.0.0.1", one.ports[1]))
             sender.settimeout(SECONDS)
-            assert sender.recv(1000) == b"!" + asker._seal + b"last"  # and nothing came before
+            assert sender.recv(1000) == b"!" + client._seal + b"last"  # and nothing came before
             # An answer is no question: two listeners never answer each other.
-            sender.sendto(b"!" + asker._seal + b"again", ("127.0.0.1", one.ports[1]))
-            sender.sendto(b"?" + asker._seal + b"end", ("127.0.0.1", one.ports[1]))
+            sender.sendto(b"!" + client._seal + b"again", ("127.0.0.1", one.ports[1]))
+            sender.sendto(b"?" + client._seal + b"end", ("127.0.0.1", one.ports[1]))
             assert sender.recv(1000).endswith(b"end")
-        assert asker.packets_pass(1400)
-        asker.close()
+        assert client.packets_pass(1400)
+        client.close()
 
 
 def test_a_crowd_at_the_doctors_port_gets_no_thread(until: ExitStack, few: int) -> None:
@@ -302,6 +302,6 @@ def test_a_crowd_at_the_doctors_port_gets_no_thread(until: ExitStack, few: int) 
             caller.sendall(line)
             assert is_closed(caller)
         wait_until(lambda: not listener._flows)
-    asker = doctor.Asker("127.0.0.1", listener.ports)
-    assert asker.latency_seconds() > 0
-    asker.close()
+    client = doctor.Client("127.0.0.1", listener.ports)
+    assert client.latency_seconds() > 0
+    client.close()
