@@ -51,18 +51,24 @@ def p4d() -> Machine:
     return replace(_sxm(machine, gpus, (2,) * 6), hostname="p4d")
 
 
-def dgx_h100() -> Machine:
-    """Returns a DGX H100: 8 H100, 4 NVSwitches, a 400 Gb/s NIC next to each GPU and 2 for storage."""
+def dgx_h100(name: str = "NVIDIA H100 80GB HBM3", capability: int = 90) -> Machine:
+    """Returns a DGX H100: 8 H100, 4 NVSwitches, a 400 Gb/s NIC next to each GPU and 2 for storage.
+
+    Args:
+        name: Name of the GPUs. A DGX B200 has as many, each with 18 NVLinks to its switches too, and as many NICs.
+        capability: Their compute capability times ten.
+    """
     switches, gpus, nics = [], [], []
     for index, bus in enumerate((0x15, 0x38, 0x48, 0x59, 0x97, 0xB7, 0xC7, 0xD7)):
         switch = f"0000:{bus:02x}:00.0"
         switches.append(_switch(switch, f"numa{index // 4}"))
-        gpus.append(_gpu(index, f"0000:{bus + 3:02x}:00.0", switch, "NVIDIA H100 80GB HBM3", 90, GEN5))
+        gpus.append(_gpu(index, f"0000:{bus + 3:02x}:00.0", switch, name, capability, GEN5))
         nics.append(_nic(f"mlx5_{index}", f"0000:{bus + 4:02x}:00.0", switch, 400e9, GEN5))
     storage = [_nic(f"mlx5_{8 + numa}", f"0000:{bus}:00.0", f"numa{numa}", 400e9, GEN5) for numa, bus in
                enumerate(("2a", "aa"))]  # fmt: skip
     cpus = [_cpu(numa, numa, "GenuineIntel", 0x8F, 56) for numa in range(2)]
-    return _sxm(Machine(cpus=tuple(cpus), switches=tuple(switches), nics=(*nics, *storage)), gpus, (5, 4, 4, 5))
+    bundles = (5, 4, 4, 5) if capability == 90 else (9, 9)
+    return _sxm(Machine(cpus=tuple(cpus), switches=tuple(switches), nics=(*nics, *storage)), gpus, bundles)
 
 
 def gb200_nvl72() -> Machine:
@@ -175,15 +181,20 @@ def strix_halo() -> Machine:
     )  # fmt: skip
 
 
-def mi300x() -> Machine:
+def mi300x(name: str = "MI300X", architecture: str = "gfx942") -> Machine:
     """Returns a server with 8 MI300X, each joined to all others by one xGMI link, and a 400 Gb/s card beside each.
 
-    Source: AMD Instinct MI300X platform data sheet (7 Infinity Fabric links a GPU).
+    Source: AMD Instinct MI300X and MI355X platform data sheets (7 Infinity Fabric links a GPU).
+
+    Args:
+        name: Name of the GPUs; MI355X have the same links.
+        architecture: Their architecture.
     """
     gpus = tuple(
         Gpu(
             key=(bus := f"0000:{0x05 + 0x1A * i:02x}:00.0"), bus=bus, parent=f"numa{i // 4}", index=i,
-            name="AMD Instinct MI300X", vendor=0x1002, class_code=0x120000, architecture="gfx942", gdr=True, pcie=GEN5,
+            name=f"AMD Instinct {name}", vendor=0x1002, class_code=0x120000, architecture=architecture, gdr=True,
+            pcie=GEN5,
         )
         for i in range(8)
     )  # fmt: skip
@@ -194,7 +205,7 @@ def mi300x() -> Machine:
     nics = tuple(_nic(f"mlx5_{i}", f"0000:{0x06 + 0x1A * i:02x}:00.0", f"numa{i // 4}", 400e9, GEN5) for i in range(8))
     cpus = (_cpu(0, 0, "AuthenticAMD", 0x11, 96), _cpu(1, 1, "AuthenticAMD", 0x11, 96))
     return Machine(
-        hostname="mi300x", cpus=cpus, gpus=gpus, nics=nics, links=links, links_known=True, sources=("preset",)
+        hostname=name.lower(), cpus=cpus, gpus=gpus, nics=nics, links=links, links_known=True, sources=("preset",)
     )
 
 
@@ -233,7 +244,7 @@ def _sxm(machine: Machine, gpus: list[Gpu], bundles: tuple[int, ...]) -> Machine
         for gpu in gpus
         for switch, count in zip(nvswitches, bundles, strict=True)
     )
-    name = "dgx_a100" if gpus[0].compute_capability == 80 else "dgx_h100"
+    name = {80: "dgx_a100", 90: "dgx_h100"}.get(gpus[0].compute_capability or 0, "dgx_b200")
     return replace(
         machine,
         hostname=name,
@@ -276,10 +287,12 @@ def _nic(name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLin
 
 PRESETS: dict[str, Callable[[], Machine]] = {
     "dgx_a100": dgx_a100,
+    "dgx_b200": partial(dgx_h100, "NVIDIA B200", 100),
     "dgx_h100": dgx_h100,
     "dgx_spark": dgx_spark,
     "gb200_nvl72": gb200_nvl72,
     "mi300x": mi300x,
+    "mi355x": partial(mi300x, "MI355X", "gfx950"),
     "p4d": p4d,
     "pcie_box": pcie_box,
     "pcie_box_8": partial(pcie_box, 8),
@@ -291,18 +304,25 @@ PRESETS: dict[str, Callable[[], Machine]] = {
 """Name for the command line -> function that describes such a machine."""
 
 _BY_GPU = (
+    *((part, "pcie_box") for part in ("PCIe", "PCIE", "NVL")),
     ("A100", "dgx_a100"),
-    ("H100 PCIe", "pcie_box"),
     ("H100", "dgx_h100"),
     ("H200", "dgx_h100"),
+    ("H800", "dgx_h100"),
     ("GB200", "gb200_nvl72"),
+    ("GB300", "gb200_nvl72"),
+    ("B200", "dgx_b200"),
+    ("B300", "dgx_b200"),
     ("GB10", "dgx_spark"),
     ("MI300X", "mi300x"),
+    ("MI325X", "mi300x"),
+    ("MI350X", "mi355x"),
+    ("MI355X", "mi355x"),
     ("RTX 5090", "rtx_5090"),
     ("RTX PRO 6000", "rtx_pro_6000"),
     ("8060S", "strix_halo"),
 )
-"""Part of a GPU's name -> preset with such GPUs; the first that fits counts."""
+"""Part of a GPU's name -> preset with such GPUs; the first that fits counts. PCIe cards have no NVSwitch."""
 
 
 def preset_with(gpu_name: str) -> str:

@@ -7,7 +7,16 @@ from gradwire.topology.fabric import fabric_of
 from gradwire.topology.graph import DeviceLink, GivenPath, Gpu, Machine, Nic, Port
 from gradwire.topology.levels import HOST_BYTES_PER_SECOND, levels_of
 from gradwire.topology.paths import Distances, PathType
-from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, pcie_box, rtx_5090, rtx_pro_6000
+from gradwire.topology.presets import (
+    PRESETS,
+    cpu_only,
+    dgx_a100,
+    dgx_h100,
+    pcie_box,
+    preset_with,
+    rtx_5090,
+    rtx_pro_6000,
+)
 from gradwire.topology.readers.smi import read as read_smi
 
 
@@ -197,3 +206,34 @@ def test_gpus_without_peers_exchange_through_host_memory() -> None:
         assert inside.bytes_per_second == HOST_BYTES_PER_SECOND and "without peers" in inside.source
         able = replace(machine, gpus=tuple(replace(gpu, peers=None) for gpu in machine.gpus))
         assert (levels_of(able)[0].bytes_per_second or 0.0) > HOST_BYTES_PER_SECOND
+
+
+NAMES = {
+    "NVIDIA A100-SXM4-80GB": "dgx_a100", "NVIDIA A100-PCIE-40GB": "pcie_box", "NVIDIA A100 80GB PCIe": "pcie_box",
+    "NVIDIA H100 80GB HBM3": "dgx_h100", "NVIDIA H100 PCIe": "pcie_box", "NVIDIA H100 NVL": "pcie_box",
+    "NVIDIA H200": "dgx_h100", "NVIDIA H200 NVL": "pcie_box", "NVIDIA H800": "dgx_h100",
+    "NVIDIA GH200 480GB": "dgx_h100", "NVIDIA B200": "dgx_b200", "NVIDIA B300 SXM6 AC": "dgx_b200",
+    "NVIDIA GB200": "gb200_nvl72", "NVIDIA GB300": "gb200_nvl72", "NVIDIA GB10": "dgx_spark",
+    "NVIDIA GeForce RTX 5090": "rtx_5090", "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx_pro_6000",
+    "AMD Instinct MI300X": "mi300x", "AMD Instinct MI325X OAM": "mi300x", "AMD Instinct MI350X": "mi355x",
+    "AMD Instinct MI355X": "mi355x", "Tesla T4": "pcie_box", "NVIDIA A10": "pcie_box", "NVIDIA L40S": "pcie_box",
+}  # fmt: skip
+"""Name that a driver reports -> preset that the doctor's command names."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_driver_s_name_leads_to_a_machine_with_its_links(name: str) -> None:
+    assert preset_with(name) == NAMES[name]
+    machine = PRESETS[preset_with(name)]()
+    inside, between = levels_of(machine)
+    assert (inside.bytes_per_second is not None or len(machine.gpus) == 1) and between.bytes_per_second is not None
+
+
+def test_presets_of_blackwell_and_of_cdna4_have_their_own_links() -> None:
+    b200, h100, mi355x = (levels_of(PRESETS[name]()) for name in ("dgx_b200", "dgx_h100", "mi355x"))
+    assert b200[0].bytes_per_second == pytest.approx(18 * 40.1e9)
+    assert h100[0].bytes_per_second == pytest.approx(18 * 20.6e9)
+    assert b200[1].bytes_per_second == h100[1].bytes_per_second
+    assert mi355x == levels_of(PRESETS["mi300x"]())  # RCCL has one figure for the links of gfx94x and gfx950
+    fabric = fabric_of(PRESETS["dgx_b200"]())
+    assert fabric is not None and fabric.nvls and fabric.compute_capability == 100
