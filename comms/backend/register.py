@@ -34,14 +34,16 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
         _register_rendezvous()
-    if dist.is_available() and automatic_hook_wanted():
-        from gradwire.comms.automatic import install
-
-        install()
-    if dist.is_available() and unused_variables():
-        from gradwire.comms.automatic import expect_hook
-
-        expect_hook()
+    if dist.is_available() and (automatic_hook_wanted() or unused_variables()):
+        try:
+            from gradwire.comms.automatic import expect_hook, install
+        except ImportError as error:
+            # One of its modules has imported torch, which calls this: the first use of gradwire's names calls it again.
+            if "partially initialized" not in str(error):
+                raise
+            log.debug("the automatic hook is installed later: %s", error)
+        else:
+            (install if automatic_hook_wanted() else expect_hook)()
     if dist.is_available() and watch_wanted():
         from gradwire.comms.watch.watch import install as install_watch
 
