@@ -148,7 +148,7 @@ class _Listed:
 
     @property
     def text(self) -> str:
-        """Returns the further lines as one text."""
+        """Returns the lines of the function after its first one, joined by newlines."""
         return "\n".join(self.body)
 
     @property

@@ -269,7 +269,7 @@ def _mig(nvml: NvmlCalls, handle: object) -> bool | None:
 
 
 def _confidential(nvml: NvmlCalls) -> dict[str, object]:
-    """Returns the state of confidential computing, which is one of the whole system.
+    """Returns whether confidential computing is on: one fact for all GPUs, as NVML reports it for the system.
 
     Source: nvml.h, nvmlConfComputeSystemState_t.
     """

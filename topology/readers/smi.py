@@ -288,7 +288,7 @@ class _Reading:
             self._row = None
 
     def _goes_on(self, row: str, line: str) -> bool:
-        """Returns whether a line is what a narrow terminal broke off a row: cells, or the affinities behind them."""
+        """Returns whether a line continues a row that a narrow terminal broke: with more cells, or affinities."""
         first = next(iter(line.split()), "")
         if len(self.matrix.rows[row]) < len(self.matrix.columns):
             return self._is_cell(line)
@@ -296,7 +296,7 @@ class _Reading:
 
     @staticmethod
     def _is_cell(text: str) -> bool:
-        """Returns whether the first word of a text is a cell that is known here."""
+        """Returns whether a text begins with a cell of the matrix: `X`, `N/A`, `?`, `SOC`, or such as `PIX`."""
         first = next(iter(text.split()), "")
         return first in ("X", "N/A", "?", "SOC") or path_of_printed(first) is not None
 

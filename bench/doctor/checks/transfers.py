@@ -122,7 +122,7 @@ def _lost_shares(pair: PairRates, good: float) -> tuple[float, float]:
 
 
 def _has_overrun(pair: PairRates, share: float, one: float, good: float) -> bool:
-    """Returns whether the loss is from the start of a flow: with lasting loss the connection could not be so fast."""
+    """Returns whether a pair lost packets only when its flow started: with steady loss it could not be so fast."""
     round_trip = 2 * pair.latency_seconds
     most = MOST_OF_MATHIS * MATHIS * SEGMENT_NBYTES / (round_trip * math.sqrt(share)) if round_trip else math.inf
     return pair.latency_seconds > FAR_SECONDS and one >= UNHURT * good and one > most
