@@ -461,35 +461,35 @@ class _Examination:
         self._wanted.say("measuring the processors")
         self._control.meet(WORD)
         own = max(core_work(WORK_SECONDS) for _ in range(2))
-        crowded: object = None
+        oversubscribed: object = None
         found = self._gather(own)
         if self._start.rank == 0:
             rates = [float(str(each)) for each in found]
             self._facts = replace(
                 self._facts, work=tuple(CoreWork(rank=rank, per_second=rate) for rank, rate in enumerate(rates))
             )
-            crowded = {
+            oversubscribed = {
                 str(place): max(1, int(available_cores(node) / len(node)))
                 for place, node in enumerate(self._facts.nodes)
                 if sum(each.threads for each in node) > available_cores(node)
             }
-        crowded = self._tell(crowded)
-        assert isinstance(crowded, dict)
-        self._threads(crowded)
+        oversubscribed = self._tell(oversubscribed)
+        assert isinstance(oversubscribed, dict)
+        self._threads(oversubscribed)
         suspects = self._tell(suspect_nodes(self._facts) if self._start.rank == 0 else None)
         assert isinstance(suspects, list)
         for slow, good in suspects:
             self._again(slow, good)
 
-    def _threads(self, crowded: dict[str, int]) -> None:
+    def _threads(self, oversubscribed: dict[str, int]) -> None:
         """Measures what too many threads cost, on the nodes whose ranks have more threads than cores.
 
         Args:
-            crowded: Number of such a node as text -> cores for each of its ranks, at least 1.
+            oversubscribed: Number of such a node as text -> cores for each of its ranks, at least 1.
         """
-        if not crowded:
+        if not oversubscribed:
             return
-        fair = crowded.get(str(self._node))
+        fair = oversubscribed.get(str(self._node))
         measured = threads_seconds(fair, 0.15) if fair is not None else None
         found = self._collect(measured)
         work = [
