@@ -77,41 +77,41 @@ def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
     distances = Distances(replace(machine, nics=tuple(_for_gpus(machine.nics))))
     choices = {gpu.key: fastest_nics(distances.nearest_nics(gpu)[1]) for gpu in machine.gpus}
     keys = {gpu: [nic.key for nic in nics] for gpu, nics in choices.items()}
-    cards = {nic.key: nic for nics in choices.values() for nic in nics}
-    chosen = _dealt(keys)
-    return {gpu.key: cards[chosen[gpu.key]] if gpu.key in chosen else None for gpu in machine.gpus}
+    by_key = {nic.key: nic for nics in choices.values() for nic in nics}
+    chosen = _spread(keys)
+    return {gpu.key: by_key[chosen[gpu.key]] if gpu.key in chosen else None for gpu in machine.gpus}
 
 
-def _dealt(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def _spread(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Assigns NICs to GPUs so that the NIC with the most GPUs has as few as possible; returns GPU -> NIC.
 
     Args:
         choices: GPU -> the NICs that are equally good for it; a GPU without any is missing in the result.
     """
-    holders: dict[str, list[str]] = {card: [] for cards in choices.values() for card in cards}
+    holders: dict[str, list[str]] = {nic: [] for nics in choices.values() for nic in nics}
     waiting = [gpu for gpu in sorted(choices, key=lambda gpu: len(choices[gpu])) if choices[gpu]]
     room = 0
 
     def take(gpu: str, tried: set[str]) -> bool:
         """Assigns a GPU one of its NICs, if necessary by moving another GPU; returns False if that is impossible."""
-        free = next((card for card in choices[gpu] if len(holders[card]) < room), None)
+        free = next((nic for nic in choices[gpu] if len(holders[nic]) < room), None)
         if free is not None:
             holders[free].append(gpu)
             return True
-        for card in choices[gpu]:
-            if card in tried:
+        for nic in choices[gpu]:
+            if nic in tried:
                 continue
-            tried.add(card)
-            for other in holders[card]:
+            tried.add(nic)
+            for other in holders[nic]:
                 if take(other, tried):
-                    holders[card][holders[card].index(other)] = gpu
+                    holders[nic][holders[nic].index(other)] = gpu
                     return True
         return False
 
     while waiting:
         room += 1
         waiting = [gpu for gpu in waiting if not take(gpu, set())]
-    return {gpu: card for card, gpus in holders.items() for gpu in gpus}
+    return {gpu: nic for nic, gpus in holders.items() for gpu in gpus}
 
 
 def gpu_for_local_rank(machine: Machine, local_rank: int, variables: Mapping[str, str] = NO_VARIABLES) -> Gpu | None:
@@ -141,16 +141,16 @@ def nic_for_local_rank(machine: Machine, local_rank: int, variables: Mapping[str
         The NIC, or None if there is none or it cannot be known.
     """
     if machine.gpus:
-        seen, cards = visible_gpus(machine, variables), nics_of_gpus(without_idle_gpus(machine, variables))
+        seen, chosen = visible_gpus(machine, variables), nics_of_gpus(without_idle_gpus(machine, variables))
         if seen.unknown:
-            possible = {cards[gpu.key] for gpu in seen.gpus}
+            possible = {chosen[gpu.key] for gpu in seen.gpus}
             return possible.pop() if len(possible) == 1 else None
-        return cards[seen.gpus[local_rank % len(seen.gpus)].key] if seen.gpus else None
+        return chosen[seen.gpus[local_rank % len(seen.gpus)].key] if seen.gpus else None
     nics = fastest_nics(machine.nics)
     return nics[local_rank % len(nics)] if nics else None
 
 
-def crowded(drivers: Mapping[int, str | None], fastest: Sequence[str]) -> str | None:
+def nic_sharing(drivers: Mapping[int, str | None], fastest: Sequence[str]) -> str | None:
     """Returns a clause on the ranks that share one of the fastest NICs while another of them is idle.
 
     Args:

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradwire.topology.assign import crowded, fastest_nics
+from gradwire.topology.assign import fastest_nics, nic_sharing
 from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.labels import Labels, nic_name, nic_rate, nic_with_state
 from gradwire.topology.paths import GDR_BY_DEFAULT, PathType
@@ -158,7 +158,7 @@ def _shared_nics(machines: Sequence[Machine], names: Sequence[str], placements: 
     found = []
     for node, nics in sorted(drivers.items()):
         ports = [[port.name for port in nic.ports] for nic in fastest_nics(machines[node].nics)]
-        text = crowded(nics, [names_of[0] for names_of in ports if names_of])
+        text = nic_sharing(nics, [names_of[0] for names_of in ports if names_of])
         found += [f"On {names[node]} {text}."] if text else []
     return found
 

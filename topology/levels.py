@@ -102,16 +102,14 @@ def _intra_node(machine: Machine) -> LevelEstimate:
 
 def _inter_node(machine: Machine) -> LevelEstimate:
     """Estimates the link between nodes: all NICs that the GPUs drive together; without GPUs, the fastest NIC."""
-    cards = [nic for nic in nics_of_gpus(machine).values() if nic is not None] if machine.gpus else list(machine.nics)
-    rates = {nic.key: nic_bytes_per_second(nic) for nic in cards}
+    nics = [nic for nic in nics_of_gpus(machine).values() if nic is not None] if machine.gpus else list(machine.nics)
+    rates = {nic.key: nic_bytes_per_second(nic) for nic in nics}
     known = [rate for rate in rates.values() if rate is not None]
     total = sum(known) if machine.gpus else max(known, default=None)
-    network = network_of_nics(cards)
+    network = network_of_nics(nics)
     rdma = network != "tcp"
     alpha = ALPHA_SECONDS["network"] + NETWORK_SECONDS[network]
-    origin = (
-        "unknown: no card reports its line rate" if not known else f"line rate of {len(known)} of {len(rates)} cards"
-    )
+    origin = "unknown: no NIC reports its line rate" if not known else f"line rate of {len(known)} of {len(rates)} NICs"
     return LevelEstimate(
         name="inter_node",
         bytes_per_second=total or None,

@@ -36,7 +36,7 @@ class PathType(Enum):
 GDR_BY_DEFAULT = frozenset({PathType.LOC, PathType.PIX, PathType.PXB, PathType.P2C})
 """Paths on which NCCL uses GPUDirect RDMA unless configured otherwise (P2C from NCCL 2.27 on).
 
-P2C is for a GPU's local cards alone. Source: NCCL v2.30 src/graph/paths.cc (ncclTopoComputePaths).
+P2C is for a GPU's local NICs only. Source: NCCL v2.30 src/graph/paths.cc (ncclTopoComputePaths).
 """
 
 _INSIDE_A_CPU = frozenset({PathType.PIX, PathType.PXB, PathType.PHB})
@@ -63,7 +63,7 @@ def path_of_printed(name: str) -> PathType | None:
     return PathType.NVL if name.startswith("NV") and name[2:].isdigit() else _PRINTED.get(name)
 
 
-def local_cards(paths: Mapping[str, PathType | None], rates: Mapping[str, float | None]) -> frozenset[str]:
+def local_nics(paths: Mapping[str, PathType | None], rates: Mapping[str, float | None]) -> frozenset[str]:
     """Returns the NICs that NCCL calls local to a GPU: of those on its own CPU the fastest, of these the nearest.
 
     A NIC whose rate is unknown counts as one of the fastest.
@@ -75,11 +75,11 @@ def local_cards(paths: Mapping[str, PathType | None], rates: Mapping[str, float 
     Source: NCCL v2.30 src/graph/topo.cc (ncclTopoGetLocal: bandwidth first, then path type).
     """
     order = tuple(PathType)
-    near = {card: order.index(path) for card, path in paths.items() if path in _INSIDE_A_CPU and path is not None}
-    best = max((rate for card in near if (rate := rates.get(card)) is not None), default=None)
-    fastest = [card for card in near if rates.get(card) in (None, best)]
-    nearest = min((near[card] for card in fastest), default=None)
-    return frozenset(card for card in fastest if near[card] == nearest)
+    near = {nic: order.index(path) for nic, path in paths.items() if path in _INSIDE_A_CPU and path is not None}
+    best = max((rate for nic in near if (rate := rates.get(nic)) is not None), default=None)
+    fastest = [nic for nic in near if rates.get(nic) in (None, best)]
+    nearest = min((near[nic] for nic in fastest), default=None)
+    return frozenset(nic for nic in fastest if near[nic] == nearest)
 
 
 def _generation(switch: PciSwitch, level: int) -> int:
@@ -197,7 +197,7 @@ class Distances:
         rates = {nic.key: nic_bytes_per_second(nic) for nic in self.machine.nics} if coherent else {}
         gpus = (gpu for gpu in self.machine.gpus if gpu.key in coherent)
         return {
-            gpu.key: local_cards({nic.key: self._path(gpu, nic) for nic in self.machine.nics}, rates) for gpu in gpus
+            gpu.key: local_nics({nic.key: self._path(gpu, nic) for nic in self.machine.nics}, rates) for gpu in gpus
         }
 
     def gpu_gpu(self, a: Gpu, b: Gpu) -> PathType | None:

@@ -82,9 +82,9 @@ def _by_local_rank(nodes: Nodes) -> str:
 def _shared(nodes: Nodes) -> list[str]:
     """Return a line for each node on which ranks share a NIC while an equally fast one is idle."""
     # Imported here: not needed if no NIC is known.
-    from gradwire.topology.assign import crowded
+    from gradwire.topology.assign import nic_sharing
 
-    found = [crowded({info.rank: info.hardware.nic for info in node}, node[0].hardware.fastest) for node in nodes]
+    found = [nic_sharing({info.rank: info.hardware.nic for info in node}, node[0].hardware.fastest) for node in nodes]
     remedy = "give the ranks GPUs that are near different NICs"
     return [f"node {number}: {text}: {remedy}" for number, text in enumerate(found) if text]
 

@@ -454,7 +454,7 @@ def _answer_models(options: argparse.Namespace) -> None:
             )
     machine = machine_of(options)
 
-    def ask(model: PublicModel, nodes: int, rate: str, cards: int, *, halved: bool = False) -> Advice:
+    def ask(model: PublicModel, nodes: int, rate: str, nics: int, *, halved: bool = False) -> Advice:
         question = question_about(model, machine, options)
         if halved:
             question = replace(question, workload=question.workload.halved())
@@ -464,7 +464,7 @@ def _answer_models(options: argparse.Namespace) -> None:
             nodes,
             ranks_per_node=max(options.ranks_per_node, default=None),
             nic_bits_per_second=bits,
-            nics_per_node=cards,
+            nics_per_node=nics,
         )
         return question.advice(cluster)
 

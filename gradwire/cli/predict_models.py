@@ -14,7 +14,7 @@ from gradwire.comms.plan.advise import Advice, Candidate
 
 LINKS = (("1 GbE", "1gbit", 1), ("2.5 GbE", "2.5gbit", 1), ("10 GbE", "10gbit", 1), ("25 GbE", "25gbit", 1),
          ("2 x 10 GbE", "10gbit", 2))  # fmt: skip
-"""(title, rate of one card, cards)."""
+"""(title, rate of one NIC, number of NICs)."""
 NODES = (2, 4)
 OUTER_EVERY = 5
 """Steps between two exchanges of `gradwire.Outer`, which sends with waterfill2: docs/how-to/slow_links.md."""
@@ -25,14 +25,14 @@ COLUMNS = ("plain DDP", "torch fp16", "exact", "int8", "waterfill4", "Outer")
 class Ask(Protocol):
     """Prices one model on one cluster."""
 
-    def __call__(self, model: PublicModel, nodes: int, rate: str, cards: int, *, halved: bool = False) -> Advice:
+    def __call__(self, model: PublicModel, nodes: int, rate: str, nics: int, *, halved: bool = False) -> Advice:
         """Return the predictions for a model on a cluster.
 
         Args:
             model: Public model.
             nodes: Number of nodes; one has no network.
             rate: Rate of a NIC, such as `10gbit`.
-            cards: Number of NICs of a node.
+            nics: Number of NICs of a node.
             halved: True sends all gradients in 16 bits.
         """
 
@@ -74,9 +74,9 @@ def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
     for nodes in NODES:
         for model in models:
             alone = _best(ask(model, 1, *LINKS[0][1:]))
-            for title, rate, cards in LINKS:
-                advice = ask(model, nodes, rate, cards)
-                half = ask(model, nodes, rate, cards, halved=True)
+            for title, rate, nics in LINKS:
+                advice = ask(model, nodes, rate, nics)
+                half = ask(model, nodes, rate, nics, halved=True)
                 exchange = advice.candidate(f"hierarchical+{OUTER_COMPRESSOR}").seconds
                 yield ModelRow(
                     model,

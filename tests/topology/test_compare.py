@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.topology.assign import crowded
+from gradwire.topology.assign import nic_sharing
 from gradwire.topology.compare import RankPlacement, compare, nvlink_domains, ring_cost
 from gradwire.topology.graph import Machine
 from gradwire.topology.presets import dgx_h100, pcie_box
@@ -88,7 +88,7 @@ def test_ranks_on_cpus_and_one_node_need_no_nic() -> None:
 def test_a_shared_card_matters_only_beside_an_idle_one(
     drivers: dict[int, str | None], fastest: tuple[str, ...], told: str | None
 ) -> None:
-    assert crowded(drivers, fastest) == told
+    assert nic_sharing(drivers, fastest) == told
 
 
 def test_ranks_that_share_a_nic_beside_an_idle_one_are_named() -> None:

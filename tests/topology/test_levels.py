@@ -62,7 +62,7 @@ def test_a_virtual_rate_is_unknown() -> None:
     port = replace(machine.nics[0].ports[0], virtual=True)
     (_, between) = levels_of(replace(machine, nics=(replace(machine.nics[0], ports=(port,)),)))
     assert between.bytes_per_second is None
-    assert "no card reports" in between.source
+    assert "no NIC reports" in between.source
 
 
 def test_the_rate_of_host_memory_is_the_callers_or_unknown() -> None:

@@ -13,7 +13,7 @@ from gradwire.topology.gdr.inputs.topology_file import STANDARD_PATH, TAGS, File
 from gradwire.topology.gdr.nccl import LEVELS, Version, default_level, parse_level, parse_version
 from gradwire.topology.gdr.process_context import ProcessContext, read_process_context
 from gradwire.topology.gdr.rdma import RdmaDevice, RdmaPort, rdma_capable, read_rdma_devices
-from gradwire.topology.paths import local_cards, path_of_printed
+from gradwire.topology.paths import local_nics, path_of_printed
 from gradwire.topology.pci_ids import NVIDIA
 from gradwire.topology.readers.pci import PciFunction, PciTree, path_type
 
@@ -146,7 +146,7 @@ class Host:
         }
         if not self.gpu_facts(gpu).c2c:
             return paths
-        local = local_cards(
+        local = local_nics(
             {nic: path_of_printed(path or "") for nic, path in paths.items()},
             {nic.bus_id: nic.gigabits for nic in self.nics},
         )

@@ -59,11 +59,11 @@ def assignment(host: Host) -> Finding:
         return unknown("distances are not known")
     choices = {gpu.bus_id: [nic for one, nic in host.best_pairs if one == gpu.bus_id] for gpu in host.gpus}
     shared = Counter(nics[0] for nics in choices.values() if len(nics) == 1)
-    crowded = [f"{nic} ({count} GPUs)" for nic, count in shared.items() if count > 1]
+    busy = [f"{nic} ({count} GPUs)" for nic, count in shared.items() if count > 1]
     idle = {nic.bus_id for nic in host.nics if not nic.down} - {nic for nics in choices.values() for nic in nics}
-    if crowded and idle:
+    if busy and idle:
         return warned(
-            f"NICs shared while others idle: {', '.join(crowded[:4])}",
+            f"NICs shared while others idle: {', '.join(busy[:4])}",
             "spread the cards; over NVLink a neighbour GPU sends meanwhile, unless NCCL_PXN_DISABLE=1",
         )
     far = [gpu for gpu, nics in choices.items() if not within(str(host.distances[gpu, nics[0]]), "PXB")]
@@ -72,7 +72,7 @@ def assignment(host: Host) -> Finding:
             f"GPUs without a near NIC: {', '.join(far[:4])}",
             "over NVLink a neighbour GPU sends, unless NCCL_PXN_DISABLE=1",
         )
-    return passed(f"{len(choices)} GPUs, {len(host.nics)} NICs" + (f", shared: {len(crowded)}" if crowded else ""))
+    return passed(f"{len(choices)} GPUs, {len(host.nics)} NICs" + (f", shared: {len(busy)}" if busy else ""))
 
 
 def foreign_nics(host: Host) -> Finding:
