@@ -1,5 +1,6 @@
 """Whatever bytes come from another process, a parser gives a value of its type or one error; never anything else."""
 
+import ast
 import dataclasses
 import gc
 import json
@@ -12,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 
 from gradwire.bench.doctor import control as doctor_control
 from gradwire.bench.doctor import network as doctor
+from gradwire.comms import checkpoint
 from gradwire.comms.bootstrap import agree, failure_reporter, failures, probe, rendezvous, ring_connections
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failures import FAILED, PeerFailure
@@ -35,7 +38,9 @@ from gradwire.comms.boundary.messages import (
     parsed,
 )
 from gradwire.comms.elastic import joining, membership, peer_info, residual_notes, transfer
-from gradwire.comms.observe import metrics, stall
+from gradwire.comms.observe import metrics, order, stall, trace
+from gradwire.comms.outer import exchange, start, workers
+from gradwire.comms.sharded import agreement, nodes
 from gradwire.comms.transport import segment
 from gradwire.comms.watch import watch_store
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
@@ -43,6 +48,8 @@ from gradwire.comms.watch.links import LinkState
 from gradwire.comms.watch.rank import EndPoint, GroupState, RankStatus
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.host_summary import Hardware
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,12 +279,26 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         transfer._HEAD.read,
         json.dumps({"shared": [1], "refused": None, "said": 10, "pieces": [[4, 4]]}).encode(),
     ),
+    "why a state was refused": (transfer._WHY.read, b'"it is of another model"'),
     "a line at shared memory": (segment._SAID.read, b'{"rank": 1, "mapped": true}'),
     "an offer of shared memory": (
         segment._OFFER.read,
         json.dumps({"name": "gradwire-ab", "network": "4.1", "size": 2, "block_nbytes": 4096}).encode(),
     ),
     "a decision": (agree._DECIDED.read, b'["accepted", {"a": [1, 2.5, null]}]'),
+    "a value to agree on": (agree._VALUE.read, b'{"a": [1, 2.5, null]}'),
+    "facts that must be equal": (agree._FACTS.read, b'[["compressor", "int8"]]'),
+    "a start of sharded training": (agreement._START.read, b'"ab12"'),
+    "ranks of a row": (agreement._RANKS.read, b"[0, 2]"),
+    "the host of a rank": (nodes._HOST.read, b'["h", "b", "1"]'),
+    "digests of tensors that are not trained": (start._DIGESTS.read, b'["ab", "cd"]'),
+    "shards of a worker": (workers._SHARDS.read, b'["w", [0, 1]]'),
+    "a word about a state of Outer": (exchange._WORD.read, b'{"round": 3, "digest": "ab"}'),
+    "values of a saved state": (checkpoint._STATED.read, b'["3", {"w": [4, 17], "step": [null, null]}]'),
+    "values of a state of format 2": (checkpoint._STATED_IN_2.read, b'{"w": 4, "step": null}'),
+    "whether a file was found": (checkpoint._FOUND.read, b'[true, ""]'),
+    "notes of a trace": (trace._NOTES.read, b'[["lane 0.0", "send", 1.5, 2.5, {"nbytes": 8}]]'),
+    "where a rank waits": (order._WAIT.read, json.dumps(asdict(order.Wait("ab", 0, 3, "0 (w)"))).encode()),
     "a stalled rank's report": (
         stall._REPORT.read,
         json.dumps(asdict(stall.StallReport(3, 1.5, 2, "x", "b", "w"))).encode(),
@@ -297,10 +318,37 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         doctor._FLOWED.read,
         json.dumps({"rate": 1e9, "sent": asdict(doctor.SentSegments(1, 2, 0.5, 0.5))}).encode(),
     ),
+    "a doctor's time": (doctor._CLOCK.read, b'{"time": 1.5}'),
+    "a doctor that is ready": (doctor._READY.read, b'{"ready": true}'),
     "a doctor that has started": (read_control, b'{"host": "h", "time": 1.5}'),
     "a request for metrics": (read_metrics, b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n"),
 }
 """Name -> the parser of a message, and one that it takes."""
+
+INSIDE = {
+    "failure_reporter._VERDICT": "_Verdict.unpacked",
+    "failures._FAILURE": "PeerFailure.unpacked",
+    "probe._ADDRESS": "PeerAddress.unpacked",
+    "rendezvous._TABLE": "PeerInfos.unpack",
+}
+"""Message type -> the parser in `PARSERS` that reads it."""
+
+
+def test_every_message_type_is_in_the_table() -> None:
+    """A new one gets a line in `PARSERS`, and so 100,000 mutated messages."""
+    text, declared = Path(__file__).read_text(), set()
+    for folder in ("comms", "bench"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("MessageType["):
+                    declared.add(f"{file.stem}.{ast.unparse(node.target)}")
+    assert len(declared) > 35
+    aliased = {"network": "doctor", "control": "doctor_control"}
+    for each in declared - INSIDE.keys() - {"messages.COUNT"}:
+        module, _, name = each.partition(".")
+        assert f"{aliased.get(module, module)}.{name}.read" in text, f"{each} is in no line of PARSERS"
+    assert declared >= INSIDE.keys()
+
 
 TOKENS = (
     *(b"1e999", b"-1e999", b"NaN", b"Infinity", b"-1", b"1e30", b"9" * 40, b"0.5", b"true", b"null", b'""', b"[]"),
@@ -358,9 +406,12 @@ def test_a_hundred_thousand_mutated_messages(name: str) -> None:
 NOT_FINITE = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999")
 TOO_LONG = ("9" * 30, "-" + "9" * 30, "9" * 5000)
 TOO_LARGE = (str(1 << 64), str(-(1 << 63) - 1))
-OF_ANY_VALUE = {"a decision", "what comes before a state"}
+OF_ANY_VALUE = {
+    *("a decision", "what comes before a state", "a value to agree on", "a word about a state of Outer"),
+    "notes of a trace",
+}
 """Parsers of a part that its reader checks."""
-TAKE_INFINITY = {"a decision", "a note of residuals"}
+TAKE_INFINITY = {"a decision", "a note of residuals", "a value to agree on"}
 """Parsers of numbers that may be infinite; see `test_structure.py`."""
 
 
