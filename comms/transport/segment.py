@@ -8,6 +8,7 @@ disappears with the socket. If a rank exits during the set-up, its connection cl
 import errno
 import json
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -44,6 +45,9 @@ LATE_SECONDS = 5.0
 
 _CREDENTIALS = struct.Struct("iII")
 """Struct of SO_PEERCRED, `struct ucred`: process, user and group id. Source: Linux include/linux/socket.h."""
+
+SEND_SECONDS = 5.0
+"""Longest time to send a message of the set-up, which a rank that lives takes at once."""
 
 MESSAGE_NBYTES = 1 << 16
 """Largest number of unread bytes from another rank."""
@@ -366,6 +370,7 @@ class _First:
     def _accept(self, listener: socket.socket) -> None:
         """Accepts a connection; closes it if it is of another user."""
         connection = self._closing.enter_context(listener.accept()[0])
+        connection.settimeout(SEND_SECONDS)
         try:
             line = _RankConnection(connection)
         except OSError as error:
@@ -415,7 +420,12 @@ class _First:
             OSError: It is not the message of a rank, or not of this connection's rank.
         """
         rank = said.get("rank")
-        if not isinstance(rank, int) or not 0 < rank < self._size or known not in (None, rank):
+        if (
+            not isinstance(rank, int)
+            or not 0 < rank < self._size
+            or known not in (None, rank)
+            or (known == rank and "mapped" not in said)
+        ):
             raise OSError(errno.EBADMSG, f"a message is not from a rank: {said}")
         # Invariant: a rank keeps its first connection. A later one is of another process of this user: taken in its
         # place, it would get the memory, and the rank would hear nothing more.
@@ -492,6 +502,9 @@ def _join(
         place = words.hear(FOLDER_SOCKET)
     # Receive and map the memory, and wait until rank 0 says that all ranks have done so.
     deadline = words.deadline + LATE_SECONDS
+    # Of a Unix socket this is also the time to connect, if rank 0 does not accept and its queue is full.
+    wait = struct.pack("ll", max(1, math.ceil(deadline - time.monotonic())), 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
     try:
         connection.connect(place)
         line = _RankConnection(connection)
@@ -502,7 +515,7 @@ def _join(
             group = map_it(descriptor)
             line.say(rank=rank, mapped=True)
         outcome = line.hear(deadline)
-    except TimeoutError as error:
+    except (TimeoutError, BlockingIOError) as error:
         raise words.absent([0]) from error
     except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, FileNotFoundError) as error:
         raise words.ended(0) from error
@@ -529,6 +542,7 @@ def _sweep() -> None:
     """Removes sockets in the folder whose processes were killed while they listened."""
     for path in FOLDER.glob("gradwire-*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
             try:
                 facts = path.stat()
                 if stat.S_ISSOCK(facts.st_mode) and facts.st_uid == os.getuid():

@@ -353,6 +353,7 @@ def test_ranks_of_two_network_namespaces_meet_in_the_folder(monkeypatch: pytest.
         *(b'{"rank": 0}\n', b'{"rank": 3}\n', b'{"rank": 1073741824}\n', b'{"rank": -1}\n', b'{"rank": "1"}\n'),
         *(b'{"mapped": true}\n', b"nonsense\n", b"x" * (2 * segment.MESSAGE_NBYTES), b'{"rank": 1, "more": 1}\n'),
         b'{"rank": 2}\n{"rank": 1}\n',  # one connection, two ranks
+        b'{"rank": 2}\n' * 2000,  # and reads none of the descriptors that it is sent
     ],
 )
 def test_what_is_not_the_message_of_a_rank_costs_its_own_connection_alone(

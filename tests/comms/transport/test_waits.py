@@ -14,6 +14,10 @@ TIMED = {"wait": 1, "join": 1, "select": 1, "poll": 1, "acquire": 1, "wait_for":
 
 SOCKET = {"recv": 1, "recv_into": 1, "recv_fds": 3, "accept": 0}
 """Method of a socket -> its arguments: it has no time, but the socket may. Of more arguments it is a method of ours."""
+SENDING = {"sendall", "sendmsg", "send_fds", "connect"}
+"""Methods of a socket that wait for the other end, too: for room in its buffer, or for it to accept."""
+LOOKING_UP = {"getaddrinfo", "gethostbyname"}
+OF_MPI = {"Create_group", "Dup", "Split_type", "bcast"}
 BLOCKING = {"synchronize", "communicate"}
 
 LONGEST = 60
@@ -76,6 +80,9 @@ ENDED_BY = {
         comms/watch/watch.py: opened.get
     """,
     "a method of ours that has a deadline itself": """
+        comms/autotune/cuts.py: self._communicator.connect
+        comms/communicator.py: self.connect
+        comms/sharded/state.py: connection.connect
         comms/backend/work.py: self.wait
         comms/backend/work.py: work.wait
         comms/bootstrap/threads.py: each.get
@@ -95,7 +102,32 @@ ENDED_BY = {
         comms/lanes.py: waiting.arrivals.get
         comms/transport/parallel_tcp.py: self._poll.poll
     """,
+    "`connect_within`, whose thread makes this call and is abandoned": """
+        comms/transport/mpi.py: first.Dup
+        comms/transport/mpi.py: world.Create_group
+    """,
+    "mpirun, which ends a job whose rank has ended: these are the first calls after MPI's own start": """
+        comms/bootstrap/mpi_launch.py: world.Split_type
+        comms/bootstrap/mpi_launch.py: world.bcast
+    """,
+    "the resolver: on a thread that is waited for a second; for the host's own name when mpirun starts": """
+        comms/bootstrap/addresses.py: socket.getaddrinfo
+        comms/bootstrap/mpi_launch.py: socket.gethostbyname
+    """,
+    "it looks up no name, and sends nothing": """
+        comms/bootstrap/addresses.py: probe.connect
+        comms/bootstrap/ring_connections.py: socket.getaddrinfo
+    """,
     "the socket's own time-out, or it does not block": """
+        comms/bootstrap/probe.py: connection.sendall
+        comms/bootstrap/ring_connections.py: connection.sendall
+        comms/observe/metrics.py: client.sendall
+        comms/transport/parallel_tcp.py: connection.socket.sendmsg
+        comms/transport/parallel_tcp.py: each.sendall
+        comms/transport/segment.py: connection.connect
+        comms/transport/segment.py: probe.connect
+        comms/transport/segment.py: self.socket.sendall
+        comms/transport/segment.py: socket.send_fds
         comms/bootstrap/addresses.py: kernel.recv
         comms/bootstrap/probe.py: connection.recv
         comms/bootstrap/liveness.py: connection.recv
@@ -130,7 +162,9 @@ def waits(file: Path) -> Iterator[str]:
         name, given = node.func.attr, len(node.args) + len(node.keywords)
         # A queue's `get` has no argument but its time, a dictionary's has a key; a text's `join` has what it joins.
         untimed = given < TIMED[name] if name in TIMED else name == "get" and given == 0
-        if receiver(node) != "select.poll" and (untimed or SOCKET.get(name) == given or name in BLOCKING):
+        untimed |= SOCKET.get(name) == given or name in BLOCKING | LOOKING_UP | OF_MPI
+        untimed |= name in SENDING and (name != "connect" or given == 1)
+        if receiver(node) != "select.poll" and untimed:
             yield f"{file.relative_to(ROOT)}: {receiver(node)}"
 
 
