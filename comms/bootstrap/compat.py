@@ -197,6 +197,12 @@ def knows_gloo_sums(version: str = torch.__version__) -> bool:
     return (int(major), int(minor)) <= GLOO_SUMS_KNOWN_UP_TO
 
 
+def numbers_from_zero(version: str = torch.__version__) -> bool:
+    """Whether backends of a release of torch number their collectives without being told to: 2.14 warns if they are."""
+    major, minor = version.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 14)
+
+
 def store_of(group: dist.ProcessGroup) -> Store:
     """Return the store that a process group was made with.
 
@@ -624,7 +630,8 @@ def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) ->
     for _, _, backend in made:
         backend.options.global_ranks_in_group = options.global_ranks_in_group
         backend.options.group_name = GroupName(options.group_id)
-        backend._set_sequence_number_for_group()
+        if not numbers_from_zero():
+            backend._set_sequence_number_for_group()
     for group in groups:
         group._set_default_backend(backend_type.GLOO)
         for device, kind, backend in made:

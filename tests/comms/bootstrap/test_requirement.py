@@ -8,6 +8,7 @@ import pytest
 
 import gradwire
 from gradwire.__main__ import main
+from gradwire.comms.bootstrap.compat import numbers_from_zero
 from gradwire.comms.bootstrap.requirement import require_torch, too_old
 
 WANTED = "gradwire needs torch 2.13 or newer"
@@ -64,3 +65,8 @@ def test_another_missing_module_is_not_blamed_on_torch(monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib, "import_module", import_module)
     with pytest.raises(ModuleNotFoundError, match="sympy"):
         require_torch()
+
+
+@pytest.mark.parametrize(("version", "alone"), [("2.13.0+cpu", False), ("2.14.1+cu130", True), ("3.0.0", True)])
+def test_backends_are_numbered_only_where_torch_does_not_warn_of_it(version: str, alone: bool) -> None:
+    assert numbers_from_zero(version) is alone
