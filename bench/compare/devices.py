@@ -63,8 +63,8 @@ def device_of(machine: Machine, ranks: int) -> Device | None:
     """Returns the device on which each rank of a machine computes; None if its peak is not known.
 
     Args:
-        machine: Topology of a node. With GPUs its first GPU is taken; without, an equal share of its cores, which are
-            all taken for Zen 4.
+        machine: Topology of a node. With GPUs the device is its first GPU; without, an equal share of its cores, which
+            are assumed to be Zen 4.
         ranks: Number of ranks of that node.
     """
     if not machine.gpus:

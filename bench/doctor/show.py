@@ -172,7 +172,7 @@ def _faster_backend(facts: JobFacts) -> str:
 
 
 def computed_seconds(facts: JobFacts) -> float | None:
-    """Returns the seconds that a step computes; None if no step is known, or it is shorter than its own exchange.
+    """Returns the time of a step without communication, in seconds; None if the step is unknown or too short.
 
     Args:
         facts: Measurements of the job.

@@ -378,7 +378,7 @@ def question_about(model: PublicModel, machine: Machine, options: argparse.Names
 def _workload(
     options: argparse.Namespace, nbytes: int, backward_seconds: float, layout: Layout | None = None
 ) -> Workload:
-    """Returns the training step of a question.
+    """Returns the training step to predict: gradients, durations and buckets.
 
     Args:
         options: Parsed and checked options.

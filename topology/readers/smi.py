@@ -357,7 +357,7 @@ def _parent(matrix: _Matrix, name: str) -> str | None:
 
 
 def _cpus(matrix: _Matrix, gpus: Sequence[str]) -> dict[str, Cpu]:
-    """Returns the NUMA nodes that GPUs name, or the sets of cores that tell them apart in texts without NUMA nodes."""
+    """Returns the CPUs next to the GPUs: by NUMA node, or by set of cores if the text has no NUMA nodes."""
     cpus: dict[str, Cpu] = {}
     for gpu in gpus:
         parent = _parent(matrix, gpu)
@@ -388,7 +388,7 @@ def _is_unknown_word(cell: str) -> bool:
 
 
 def _pairs(matrix: _Matrix) -> list[tuple[str, str, str | None, str | None]]:
-    """Returns (a, b, cell of a's row, cell of b's row) for every pair."""
+    """Returns (a, b, cell of a's row, cell of b's row) for every pair of devices; None for a missing cell."""
     place = {name: position for position, name in enumerate(matrix.columns)}
 
     def cell(row: str, column: str) -> str | None:

@@ -661,7 +661,7 @@ def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _chosen(first: RankFacts) -> bool:
-    """Returns whether the interface matters: it was chosen by a variable, or gloo failed with it."""
+    """Returns whether gloo's interface is worth a finding: a variable chose it, or gloo could not connect over it."""
     return "GLOO_SOCKET_IFNAME" in first.variables or first.gloo_error is not None
 
 
