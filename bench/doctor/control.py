@@ -118,7 +118,7 @@ class Control:
             return None
         return [self._read(f"{number}/{rank}", timeout) for rank in range(self.size)]
 
-    def tell(self, what: object, timeout: timedelta) -> object:
+    def broadcast(self, what: object, timeout: timedelta) -> object:
         """Broadcasts a value from rank 0 to all ranks. Collective.
 
         Args:
@@ -137,7 +137,7 @@ class Control:
             return what
         return self._read(f"{number}/0", timeout)
 
-    def meet(self, timeout: timedelta) -> None:
+    def barrier(self, timeout: timedelta) -> None:
         """Waits until all ranks have called this. Collective.
 
         Args:
@@ -147,7 +147,7 @@ class Control:
             RuntimeError: A rank has not called it in time.
         """
         self.gather(None, timeout)
-        self.tell(None, timeout)
+        self.broadcast(None, timeout)
 
     def _next(self) -> int:
         """Returns the number of the next message, the same on all ranks as they make the same calls in one order."""

@@ -56,7 +56,7 @@ ARRIVE = timedelta(minutes=5)
 """Time limit for all ranks to join; importing torch from a cold network file system alone takes minutes."""
 SAY_LATE_SECONDS = 30.0
 """Seconds after which the missing ranks are printed once, also without a terminal."""
-WORD = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 """Timeout of a message between ranks."""
 GROUP = timedelta(seconds=15)
 """Timeout of a backend's connection, and of each of its collectives."""
@@ -134,13 +134,13 @@ class _Examination:
         # Wait for all ranks; without one of them nothing can be measured.
         self._wanted.say("waiting for all ranks")
         missing = self._control.arrive(ARRIVE, self._late)
-        if told := self._control.tell(missing, ARRIVE + WORD):
-            assert isinstance(told, list)
+        if received := self._control.broadcast(missing, ARRIVE + TIMEOUT):
+            assert isinstance(received, list)
             if self._start.rank != 0:
                 return None
             return JobFacts(
                 ranks=(local.read_rank(0, local_rank()),),
-                missing_ranks=tuple(told),
+                missing_ranks=tuple(received),
                 started_ranks=self._control.started(missing),
                 launcher=self._start.by,
                 waited_seconds=ARRIVE.total_seconds(),
@@ -150,11 +150,11 @@ class _Examination:
             self._listener = stack.enter_context(Listener())
             links = local.link_changes()
             self._own = local.read_rank(self._start.rank, local_rank())
-            self._control.meet(WORD)
+            self._control.barrier(TIMEOUT)
             self._connect_gloo()
             if self._gloo:
                 stack.callback(dist.destroy_process_group)
-            self._meet_nodes()
+            self._exchange_nodes()
             # Run the user's script first: measurements need the size of its gradients.
             if self._wanted.script:
                 self._script()
@@ -169,7 +169,7 @@ class _Examination:
             self._work()
             self._backends()
             self._note_links(links)
-            self._control.meet(WORD)
+            self._control.barrier(TIMEOUT)
         return self._facts if self._start.rank == 0 else None
 
     def _note_links(self, before: Mapping[str, int]) -> None:
@@ -208,17 +208,17 @@ class _Examination:
 
     def _gather(self, own: object) -> list[object]:
         """Gathers a value of each rank; returns them by rank on rank 0, and an empty list on the others."""
-        return self._control.gather(own, WORD) or []
+        return self._control.gather(own, TIMEOUT) or []
 
     def _collect(self, own: object) -> list[object]:
         """Gathers as `_gather` does, with a barrier: no rank returns before rank 0 has all values."""
         found = self._gather(own)
-        self._tell(None)
+        self._broadcast(None)
         return found
 
-    def _tell(self, what: object) -> object:
+    def _broadcast(self, what: object) -> object:
         """Returns on all ranks the value that rank 0 passes."""
-        return self._control.tell(what, WORD)
+        return self._control.broadcast(what, TIMEOUT)
 
     def _connect_gloo(self) -> None:
         """Connects gloo as the user's job would, and observes over which interface it reaches other hosts.
@@ -260,7 +260,7 @@ class _Examination:
         )
         # gloo is used from here on only if it connected on all ranks.
         everybody = self._gather(bool(errors))
-        self._gloo = bool(self._tell(not any(everybody)))
+        self._gloo = bool(self._broadcast(not any(everybody)))
         if not errors and not self._gloo:
             dist.destroy_process_group()
 
@@ -282,7 +282,7 @@ class _Examination:
         except (RuntimeError, dist.DistStoreError) as problem:
             errors.append(str(problem).splitlines()[0][:300])
 
-    def _meet_nodes(self) -> None:
+    def _exchange_nodes(self) -> None:
         """Gathers each rank's facts on rank 0, and broadcasts the ranks, addresses and ports of the nodes."""
         self._wanted.say("reading the machines of all ranks")
         first_here = (self._own.local_rank or 0) == 0
@@ -302,17 +302,17 @@ class _Examination:
                 "mtus": [_mtu(node[0]) for node in nodes],
                 "others": [_candidates(node[0]) for node in nodes],
             }
-        told = self._tell(layout)
-        assert isinstance(told, dict)
-        self._layout = told
-        self._nodes: list[list[int]] = told["nodes"]
+        received = self._broadcast(layout)
+        assert isinstance(received, dict)
+        self._layout = received
+        self._nodes: list[list[int]] = received["nodes"]
         self._node = next(place for place, ranks in enumerate(self._nodes) if self._start.rank in ranks)
         self._leads = self._nodes[self._node][0] == self._start.rank
 
     def _script(self) -> None:
         """Runs the user's script as this rank of the job, and records the size of its gradients and its step time."""
         with held_port() as free:
-            port = self._tell(free if self._start.rank == 0 else None)
+            port = self._broadcast(free if self._start.rank == 0 else None)
             ranks = self._nodes[self._node]
             self._wanted.say(f"running {self._wanted.script[0]}")
             run = run_script(
@@ -327,14 +327,14 @@ class _Examination:
                     "TORCHELASTIC_USE_AGENT_STORE": "False",
                 },
             )
-        runs = [from_record(ScriptRun, each) for each in self._control.gather(to_record(run), 2 * WORD) or []]
+        runs = [from_record(ScriptRun, each) for each in self._control.gather(to_record(run), 2 * TIMEOUT) or []]
         if self._start.rank == 0:
             self._facts = with_script(self._facts, self._wanted, runs)
 
     def _foreign(self) -> None:
         """Measures other programs' traffic: the rates of each node's NIC while no rank sends. The maximum is kept."""
         self._wanted.say("listening for other traffic")
-        self._control.meet(WORD)
+        self._control.barrier(TIMEOUT)
         name = self._own.gloo_interface or ""
         own: dict[str, object] | None = None
         if self._leads:
@@ -377,7 +377,7 @@ class _Examination:
         # Repeat doubtful pairs one at a time while nothing else is measured, until none is left or the time is up.
         for number in range(REPEATS):
             late = time.monotonic() - self._began > REPEATS_SHARE * self._wanted.seconds and number >= CONFIRMED - 1
-            again = self._tell([] if late else doubtful_pairs(self._facts)[:MOST_AGAIN])
+            again = self._broadcast([] if late else doubtful_pairs(self._facts)[:MOST_AGAIN])
             assert isinstance(again, list)
             if not again:
                 return
@@ -459,7 +459,7 @@ class _Examination:
         """Measures every rank's core at the same time, then slow nodes again beside a good one only."""
         # All ranks compute at once, as in training; the better of two tries counts.
         self._wanted.say("measuring the processors")
-        self._control.meet(WORD)
+        self._control.barrier(TIMEOUT)
         own = max(core_work(WORK_SECONDS) for _ in range(2))
         oversubscribed: object = None
         found = self._gather(own)
@@ -473,10 +473,10 @@ class _Examination:
                 for place, node in enumerate(self._facts.nodes)
                 if sum(each.threads for each in node) > available_cores(node)
             }
-        oversubscribed = self._tell(oversubscribed)
+        oversubscribed = self._broadcast(oversubscribed)
         assert isinstance(oversubscribed, dict)
         self._threads(oversubscribed)
-        suspects = self._tell(suspect_nodes(self._facts) if self._start.rank == 0 else None)
+        suspects = self._broadcast(suspect_nodes(self._facts) if self._start.rank == 0 else None)
         assert isinstance(suspects, list)
         for slow, good in suspects:
             self._again(slow, good)
@@ -507,7 +507,7 @@ class _Examination:
         """
         shares = []
         for _ in range(AGAIN_TRIES):
-            self._control.meet(WORD)
+            self._control.barrier(TIMEOUT)
             rate = core_work(WORK_SECONDS) if self._leads and self._node in (slow, good) else 0.0
             found = self._collect(rate)
             if found:
@@ -524,15 +524,17 @@ class _Examination:
         # Without gloo there is no control group; with lost packets the all-reduces would hang.
         if not self._gloo:
             return
-        if self._tell(any(pair.packets_pass is False for pair in self._facts.pairs)):
+        if self._broadcast(any(pair.packets_pass is False for pair in self._facts.pairs)):
             lost = "all-reduces were not tried: they would wait for packets that are lost"
             self._facts = replace(self._facts, notes=(*self._facts.notes, lost))
             return
         # All ranks learn from rank 0 which backends are timed, and with how many bytes.
-        kinds = self._tell(_backends_of(self._facts, self._start.by) if self._start.rank == 0 else None)
-        nbytes = self._tell(_backend_nbytes(self._facts) if self._start.rank == 0 else None)
+        kinds = self._broadcast(_backends_of(self._facts, self._start.by) if self._start.rank == 0 else None)
+        nbytes = self._broadcast(_backend_nbytes(self._facts) if self._start.rank == 0 else None)
         assert isinstance(kinds, list) and isinstance(nbytes, int)
-        bound = self._tell(exchange_bound(self._facts, nbytes) if self._start.rank == 0 and self._facts.pairs else None)
+        bound = self._broadcast(
+            exchange_bound(self._facts, nbytes) if self._start.rank == 0 and self._facts.pairs else None
+        )
         assert bound is None or isinstance(bound, float)
         control = dist.group.WORLD
         assert control is not None

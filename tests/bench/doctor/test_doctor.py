@@ -82,7 +82,7 @@ def test_words_of_any_length_reach_rank_0_and_come_back() -> None:
         own = control.Control(store, rank, 3)
         assert own.arrive(command_timeout) == []
         found = own.gather(said[rank], command_timeout)
-        return own.tell(found, command_timeout)
+        return own.broadcast(found, command_timeout)
 
     command_timeout = timedelta(seconds=20)
     assert run_ranks(3, rank_main) == [said] * 3
