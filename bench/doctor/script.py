@@ -61,10 +61,10 @@ def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> Scr
             seconds = time.monotonic() - began
             output.seek(0)
             said = output.read()[-2000:].decode("utf-8", "replace").strip().splitlines()
-        return replace(judge(record, child.returncode, late, said), seconds=seconds)
+        return replace(read_record(record, child.returncode, late, said), seconds=seconds)
 
 
-def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
+def read_record(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
     """Returns the measurements in a script's record of steps.
 
     Args:

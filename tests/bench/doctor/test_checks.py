@@ -28,7 +28,7 @@ from gradwire.bench.doctor.facts import (
     NetworkInterface,
     UnreachedPair,
 )
-from gradwire.bench.doctor.script import judge
+from gradwire.bench.doctor.script import read_record
 from gradwire.bench.emulation import command as emulation
 from gradwire.bench.nccl_tests import options
 from gradwire.bench.nccl_tests.start import OWN_LAUNCHER
@@ -653,7 +653,7 @@ def test_a_script_that_ends_early_has_no_split_of_other_steps(steps: int, split:
     record = tmp_path / "steps"
     record.write_text("".join(f"100 {number} 0\n" for number in range(steps)))
     Path(f"{record}.split").write_text(json.dumps({"activity": {"backward": 40.0}}))
-    found = judge(record, 0, False, [])
+    found = read_record(record, 0, False, [])
     assert (found.step_seconds, bool(found.activity)) == (1.0, split)
 
 

@@ -334,7 +334,7 @@ def test_a_script_is_measured_by_its_optimizer_steps_and_ended(tmp_path: Path, m
     monkeypatch.setattr("os._exit", leave)
     with pytest.raises(SystemExit):
         script.main([str(record), str(train), "--epochs", "3"])
-    run = script.judge(record, 0, False, [])
+    run = script.read_record(record, 0, False, [])
     assert len(record.read_text().splitlines()) == script.STEPS
     assert run.gradient_nbytes == 4 * (100 * 10 + 10) and run.step_seconds is not None and run.error is None
     assert run.unused_nbytes == 4 * 7
@@ -351,14 +351,14 @@ def test_a_script_that_makes_no_steps_says_where_it_stands(tmp_path: Path, monke
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.setattr(script, "STANDS_SECONDS", 0.05)
     script.main([str(record), str(hangs)])
-    runs = [script.judge(record, -9, True, []), ScriptRun(error="late", stands="hangs.py:9 in load"), ScriptRun()]
+    runs = [script.read_record(record, -9, True, []), ScriptRun(error="late", stands="hangs.py:9 in load"), ScriptRun()]
     assert runs[0].stands in ("hangs.py:3 in <module>", "hangs.py:4 in <module>")
     (note,) = with_script(healthy(1), Wanted(), [*runs, runs[1]]).notes
     assert note.endswith(
         "fewer than two optimizer steps within 60 s; it printed nothing; "
         f"rank 0 stood at {runs[0].stands}; ranks 1 and 3 stood at hangs.py:9 in load"
     )
-    assert script.judge(record, 1, False, []).stands is None
+    assert script.read_record(record, 1, False, []).stands is None
 
 
 def test_the_rank_whose_script_failed_first_is_quoted() -> None:
@@ -431,9 +431,9 @@ def test_the_parts_of_a_step_are_shown() -> None:
 
 
 def test_a_script_that_makes_no_steps_says_what_it_said(tmp_path: Path) -> None:
-    run = script.judge(tmp_path / "none", 1, False, ["Traceback", "KeyError: 'data'"])
+    run = script.read_record(tmp_path / "none", 1, False, ["Traceback", "KeyError: 'data'"])
     assert run.step_seconds is None and "KeyError: 'data'" in str(run.error) and "status 1" in str(run.error)
-    assert "within" in str(script.judge(tmp_path / "none", -9, True, []).error)
+    assert "within" in str(script.read_record(tmp_path / "none", -9, True, []).error)
 
 
 def test_the_status_of_a_script_that_fails_is_the_doctors(
@@ -444,12 +444,12 @@ def test_the_status_of_a_script_that_fails_is_the_doctors(
     steps.write_text("".join(f"8 {step}.0 4\n" for step in range(9)))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    crashed = script.judge(steps, -11, False, [])
+    crashed = script.read_record(steps, -11, False, [])
     assert crashed.status == 139 and crashed.step_seconds == 1.0 and "failed with status -11" in str(crashed.error)
     for status, late in ((0, False), (-9, True)):  # all is well; it was ended when its time was up
-        run = script.judge(steps, status, late, [])
+        run = script.read_record(steps, status, late, [])
         assert run.status == 0 and run.error is None
-    run = script.judge(tmp_path / "none", 3, False, ["KeyError"])
+    run = script.read_record(tmp_path / "none", 3, False, ["KeyError"])
     monkeypatch.setattr(alone, "run_script", lambda words, variables: run)
     assert command.main(["--run", str(train)]) == 3
     said = "the script ended with status 3 after 0 optimizer steps; it said last: KeyError"
