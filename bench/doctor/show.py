@@ -70,11 +70,11 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
         say(backend_table(facts))
     for note in facts.notes:
         say(f"Not looked at: {escape(note)}", highlight=False)
-    for line in verdict(facts, found):
+    for line in conclusion(facts, found):
         say(escape(line), style="bold", highlight=False, soft_wrap=line.startswith(TYPE))
 
 
-def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
+def conclusion(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     """Returns the two last lines of the report: a conclusion, and `Type: ` with the command to type next.
 
     The conclusion is about training with exact sums, by the model of `comms/plan/overlap.py`. It names no compressor:
@@ -326,7 +326,7 @@ def as_record(facts: JobFacts, found: Sequence[Diagnosis], status: int, took_sec
         "findings": [{**to_record(each), **asdict(BASES[each.key])} for each in found],
         "nodes": [{"name": name, "ranks": [each.rank for each in node]}
                   for name, node in zip(facts.names, facts.nodes, strict=True)],
-        "verdict": verdict(facts, found),
+        "verdict": conclusion(facts, found),
         "good_bytes_per_second": facts.good_rate() if facts.pairs else None,
         "facts": to_record(facts),
     }  # fmt: skip

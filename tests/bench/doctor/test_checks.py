@@ -473,7 +473,7 @@ def test_where_no_exchange_of_gradients_pays_the_verdict_says_so(exchanges: floa
     facts = replace(healthy(3, nodes=2), gradient_nbytes=10**9)
     exchange = facts.exchange_seconds(facts.good_rate())
     facts = replace(facts, step_seconds=None if exchanges is None else exchanges * exchange)
-    line = show.verdict(facts, [])[0]
+    line = show.conclusion(facts, [])[0]
     assert (said in line) if said is not None else ("alone trains more" not in line)
 
 
@@ -481,7 +481,7 @@ def test_what_costs_nothing_has_not_to_be_mended_first_and_commands_stay_in_one_
     facts = everywhere(healthy(3, nodes=2), gpus=(), device="cpu", variables={"NCCL_NVLS_ENABLE": "0"})
     found = diagnose(facts)
     assert [each.cost_seconds for each in found] == [0.0]
-    assert show.verdict(facts, found)[0].startswith("Nothing found that costs a twentieth of a step")
+    assert show.conclusion(facts, found)[0].startswith("Nothing found that costs a twentieth of a step")
     console = Console(width=60)
     with console.capture() as capture:
         show.print_report(facts, found, console, 20.0)
@@ -595,7 +595,7 @@ def test_tcp_between_trays_of_one_nvlink_domain_is_not_the_way_of_gradients(name
         facts = trays(facts, *["aa/1"] * len(facts.nodes))
         found = diagnose(facts)
         assert all(each.stops for each in found if each.key == key), (seed, found)
-        assert not facts.pairs or "NVLink carries the gradients of all 4 nodes" in show.verdict(facts, found)[0]
+        assert not facts.pairs or "NVLink carries the gradients of all 4 nodes" in show.conclusion(facts, found)[0]
         assert "none of the links below" in " ".join(show.headline(facts))
 
 
@@ -692,9 +692,9 @@ def test_every_command_that_a_report_prints_is_one_that_gradwire_takes() -> None
             facts = fault(healthy(seed, nodes=4))
             found = diagnose(facts)
             text = "\n".join([*(line for each in found for line in (*each.fix, *each.evidence)),
-                              *show.verdict(facts, found)])  # fmt: skip
+                              *show.conclusion(facts, found)])  # fmt: skip
             count += check_typed(text)
-            count += check_typed("\n".join(show.verdict(replace(facts, ranks=facts.ranks[:1], pairs=()), [])))
+            count += check_typed("\n".join(show.conclusion(replace(facts, ranks=facts.ranks[:1], pairs=()), [])))
     assert count > 2 * len(FAULTS)
 
 
@@ -703,7 +703,7 @@ def test_the_command_for_a_job_on_gpus_has_their_machine() -> None:
                          ("NVIDIA GB200", "gb200_nvl72"), ("Tesla T4", "pcie_box")):  # fmt: skip
         gpus = (GpuState(index=0, name=name),)
         facts = everywhere(healthy(1, nodes=2), gpus=gpus, device="cuda")
-        assert f"--preset {preset} " in show.verdict(facts, [])[1]
+        assert f"--preset {preset} " in show.conclusion(facts, [])[1]
 
 
 ADVISING = ("bench/doctor", "bench/selftest", "bench/compare", "topology", "gradwire/cli", "comms")

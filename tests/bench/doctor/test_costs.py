@@ -61,7 +61,7 @@ def test_other_programs_traffic_is_named_and_its_queues_are_no_distance() -> Non
     )
     (found,) = diagnose(facts)
     assert found.key == "foreign_traffic" and found.nodes == ("node1",) and "180 Mbit/s" in found.evidence[0]
-    assert found.cost_seconds <= 2.1 and "--rtt" not in show.verdict(facts, [found])[1]
+    assert found.cost_seconds <= 2.1 and "--rtt" not in show.conclusion(facts, [found])[1]
     quiet = replace(facts, foreign=(replace(facts.foreign[0], sent=0.01 * 190 * MBIT),))
     assert "foreign_traffic" not in keys(quiet)
 
@@ -78,14 +78,14 @@ def test_processors_that_are_the_limit_are_no_fault_of_the_links(gbit: float, ti
     facts = job(rate=gbit * 1e9 / 8, own=min(gbit, 15.0) * 1e9 / 8, gloo=times * 20e6 / (gbit * 1e9 / 8))
     facts = replace(facts, pairs=tuple(replace(p, one=(0.3 * p.many[0],) * 2) for p in facts.pairs))
     assert diagnose(facts) == []
-    assert show.verdict(facts, [])[0].startswith("Nothing found:")
+    assert show.conclusion(facts, [])[0].startswith("Nothing found:")
 
 
 @pytest.mark.parametrize("each", HEALTHY, ids=lambda each: each["cluster"])
 def test_a_healthy_cluster_as_recorded_has_nothing_found_and_status_0(each: dict[str, Any]) -> None:
     facts = recorded(each["facts"])
     assert diagnose(facts) == []
-    assert show.verdict(facts, [])[0].startswith("Nothing found:")
+    assert show.conclusion(facts, [])[0].startswith("Nothing found:")
     options = argparse.Namespace(json=STDOUT, svg=None)
     assert command._report(facts, options, 1.0) == command.NOTHING
 
@@ -173,9 +173,9 @@ def test_nothing_found_is_said_only_after_a_look_at_everything_and_without_loss(
     lossy = replace(facts, pairs=tuple(replace(pair, sent=(1000, 1000), lost=(3, 0)) for pair in facts.pairs))
     for each in (lossy, replace(facts, notes=("the script failed",))):
         assert diagnose(each) == []
-        assert "Nothing found" not in show.verdict(each, [])[0]
+        assert "Nothing found" not in show.conclusion(each, [])[0]
         alone = replace(each, ranks=each.ranks[:1])
-        assert "Nothing found" not in show.verdict(alone, [])[0]
+        assert "Nothing found" not in show.conclusion(alone, [])[0]
 
 
 def test_a_fix_names_no_backend_that_was_slower() -> None:
@@ -201,19 +201,19 @@ def test_the_command_at_the_end_is_of_the_mended_links_with_the_way_as_measured(
     facts = replace(job(), others=(InterfaceRate(a=0, b=1, interface="eth1", bytes_per_second=833 * MBIT),))
     found = diagnose(facts)
     assert [each.key for each in found] == ["wrong_interface"]
-    line, typed = show.verdict(facts, found)
+    line, typed = show.conclusion(facts, found)
     assert "833 Mbit/s" in line and f"--nic {round(833 / TCP_SHARE)}mbit" in typed
     far = replace(
         facts,
         others=(),
         pairs=tuple(replace(p, latency_seconds=10e-3, sent=(1000, 1000), lost=(7, 0)) for p in facts.pairs),
     )
-    assert "--rtt 20ms --loss 0.7%" in show.verdict(far, diagnose(far))[1]
+    assert "--rtt 20ms --loss 0.7%" in show.conclusion(far, diagnose(far))[1]
 
 
 def test_the_command_for_two_machines_has_a_rank_for_each_usable_core() -> None:
     alone = replace(job(), ranks=(replace(job().ranks[0], cores=2, affinity=(0, 1)),), pairs=(), backends=())
-    assert "--nproc-per-node 2 " in show.verdict(alone, [])[1]
+    assert "--nproc-per-node 2 " in show.conclusion(alone, [])[1]
 
 
 def test_a_slow_path_explains_the_all_reduce_over_it() -> None:

@@ -283,7 +283,7 @@ def test_the_last_lines_are_a_verdict_and_a_command_that_runs(
     for found_any in (False, True):
         facts = replace(healthy(3, nodes=4), step_seconds=step_seconds)
         facts = slowed(facts, 2, 0.25) if found_any else facts
-        lines = show.verdict(facts, diagnose(facts))
+        lines = show.conclusion(facts, diagnose(facts))
         assert lines[0].startswith("Once that is mended" if found_any else "Nothing found"), lines
         assert "one node alone" in lines[0] if step_seconds is None else "as one" in lines[0]
         assert not set(lines[0].split()) & set(registry.names()), "only predict ranks compressors"
@@ -301,10 +301,10 @@ def test_the_last_lines_are_a_verdict_and_a_command_that_runs(
 ])  # fmt: skip
 def test_also_a_job_that_could_not_be_measured_gets_a_verdict(change: dict[str, object], said: str) -> None:
     facts = replace(healthy(3, nodes=2), **change)  # type: ignore[arg-type]
-    line, typed = show.verdict(facts, diagnose(facts))
+    line, typed = show.conclusion(facts, diagnose(facts))
     assert said in line and typed.startswith("Type: ")
     alone = replace(facts, ranks=tuple(facts.nodes[0]), pairs=(), missing_ranks=())
-    assert "this machine" in show.verdict(alone, [])[0] and "torchrun" in show.verdict(alone, [])[1]
+    assert "this machine" in show.conclusion(alone, [])[0] and "torchrun" in show.conclusion(alone, [])[1]
 
 
 def test_a_backend_that_is_far_slower_is_named_in_the_verdict() -> None:
@@ -314,7 +314,7 @@ def test_a_backend_that_is_far_slower_is_named_in_the_verdict() -> None:
     for slow, named in ((1.2, False), (1.9, True)):
         times = {"gloo": slow, "gradwire": 1.0}
         backends = tuple(BackendTime(backend=name, nbytes=100, seconds=value) for name, value in times.items())
-        assert ("gloo took 1.9 times" in show.verdict(replace(facts, backends=backends), [])[0]) is named
+        assert ("gloo took 1.9 times" in show.conclusion(replace(facts, backends=backends), [])[0]) is named
 
 
 def test_a_script_is_measured_by_its_optimizer_steps_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
