@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 from math import prod
 from pathlib import Path
 
@@ -135,6 +136,17 @@ def test_people_get_a_table_that_fits_and_pages_get_one_of_theirs(
     shown = (ROOT / "README.md").read_text().partition("<!-- models -->")[2].partition("<!-- /models -->")[0].strip()
     of_two_nodes = page.partition("4 nodes of")[0].splitlines()
     assert len(shown.splitlines()) > 10 and set(shown.splitlines()) <= set(of_two_nodes)
+
+
+def test_the_readmes_first_screen_has_the_figures_of_its_table() -> None:
+    """Plain DDP, torch's fp16 hook and int8 on 10 GbE, in the order of the table's columns."""
+    page = (ROOT / "README.md").read_text()
+    sentence = " ".join(page.partition("`gradwire predict` gives for ")[2].partition("So torch's hook")[0].split())
+    for model in ("GPT-2", "Llama-3.2-1B", "ResNet-50"):
+        row = next(line for line in page.splitlines() if line.startswith(f"| {model}") and "| 10 GbE |" in line)
+        plain, fp16, _, int8 = (cell.strip(" !") for cell in row.split("|")[3:7])
+        said = re.findall(r"\b\d+\b", sentence.partition(f"{model} ")[2].partition(";")[0])
+        assert said == [plain, fp16, int8], model
 
 
 @pytest.mark.parametrize(
