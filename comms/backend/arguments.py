@@ -123,6 +123,28 @@ def check(name: str, size: int, arguments: Sequence[object], named: Mapping[str,
         _check_splits(title, size, tensors, arguments[2:4])
 
 
+def check_message(name: str, size: int, arguments: Sequence[object], named: Mapping[str, object]) -> None:
+    """Refuses a send or a receive with which gloo would wait in vain, end the process, or send other values.
+
+    Args:
+        name: `send`, `recv` or `recv_anysource`.
+        size: Number of ranks of the group.
+        arguments: Positional arguments of the call.
+        named: Keyword arguments of the call.
+
+    Raises:
+        ArgumentError: There is no such rank, or a tensor is a lazy conjugate or negative of its memory.
+    """
+    ranks = [*(arguments[1:2] if name != "recv_anysource" else ()), named.get("dstRank", 0), named.get("srcRank", 0)]
+    if wrong := [rank for rank in ranks if isinstance(rank, int) and not 0 <= rank < size]:
+        raise ArgumentError(f"{name}: the other rank is {wrong[0]}; wanted one of this group, 0 to {size - 1}")
+    if any(each.is_conj() or each.is_neg() for each in tensors_in([*arguments, *named.values()])):
+        raise ArgumentError(
+            f"{name}: a tensor is a lazy conjugate or negative of its memory, which would be sent as it lies; wanted "
+            "its values: pass tensor.resolve_conj().resolve_neg()"
+        )
+
+
 def _op_in(arguments: Sequence[object]) -> object:
     """Returns the reduce op among the arguments of a call, directly or in its options; SUM if there is none."""
     for each in arguments:

@@ -19,13 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from gradwire.comms.backend.arguments import WHOLE_AND_PART, check, reduces, written_and_read
+from gradwire.comms.backend.arguments import WHOLE_AND_PART, check, check_message, reduces, written_and_read
 from gradwire.comms.backend.inner_launches import InnerLaunches
 from gradwire.comms.backend.strided import Packing, tensors_in
 from gradwire.comms.backend.work import FutureWork, PackedWork, WatchedWork
 from gradwire.comms.bootstrap.compat import BackendWork, outside_graphs
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.errors import ArgumentError
 from gradwire.comms.transport.works import WAIT_MARGIN, Waiting
 
 MESSAGES = ("send", "recv", "recv_anysource")
@@ -54,18 +53,11 @@ def _collective(name: str) -> Callable[..., dist.Work]:
 
 
 def _message(name: str) -> Callable[..., dist.Work]:
-    """Returns a method that passes its arguments to the inner group's method of this name.
-
-    Gloo refuses a strided tensor, but would send the memory of a lazily conjugated or negated one: it is refused, too.
-    """
+    """Returns a method that checks its arguments, and passes them to the inner group's method of this name."""
 
     @outside_graphs
     def call(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
-        if any(each.is_conj() or each.is_neg() for each in tensors_in([*arguments, *named.values()])):
-            raise ArgumentError(
-                f"{name}: a tensor is a lazy conjugate or negative of its memory, which gloo sends as it lies; wanted "
-                "its values: pass tensor.resolve_conj().resolve_neg()"
-            )
+        check_message(name, group.size(), arguments, named)
         return _delegate(group, name, arguments, named)
 
     return call

@@ -89,3 +89,29 @@ def check_expanded(rank: int) -> None:
         assert error.stage == "call" and "expand()" in str(error.said)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def test_a_message_to_no_rank_of_the_group_is_refused(processes: Processes) -> None:
+    """Gloo waits for it in vain, or ends the process by SIGSEGV."""
+    processes(2, check_messages, nodes=["a", "b"])
+
+
+def check_messages(rank: int) -> None:
+    dist.init_process_group("gradwire", timeout=timedelta(seconds=60))
+    group, own = dist.group.WORLD, torch.ones(2)
+    assert group is not None
+    for other in (2, 99, -1):
+        for call in (
+            partial(group.send, [own], other, 0),
+            partial(group.recv, [own], other, 0),
+            partial(dist.isend, own, group_dst=other),
+            partial(dist.irecv, own, group_src=other),
+        ):
+            error = calls.attempt((call, []))
+            assert error.stage == "call", (call, error)
+    for call in (partial(group.send, [torch._neg_view(own)], 1 - rank, 0), partial(group.send, [own], 2, 0)):
+        assert "wanted" in str(calls.attempt((call, [])).said)
+    dist.all_reduce(own)
+    assert own.tolist() == [2.0, 2.0]
+    dist.barrier()
+    dist.destroy_process_group()
