@@ -10,10 +10,12 @@ of them the step will use: that one has to return the momentum, and the others, 
 the plain gradient, without a trace in the momentum or in the residuals. With the momentum in the optimizer all of them
 return the plain gradient. So training is refused, as soon as it is sure to be of this kind:
 
-- The weights have changed since the last pass, and no optimizer step has ended since. If an optimizer is in its step
-  (LBFGS, a closure of SAM), the pass is refused; otherwise the next step, before it changes a weight.
-- `MOST_STEPS` steps in a row came after several passes each. A pass without a step is normal now and then: a GradScaler
-  skips steps, and a script may skip a batch.
+- The weights have changed since the last pass, and no optimizer step has ended since. Their versions show it, and for
+  changes of `.data`, which autograd does not count, the values of a few of them. If an optimizer is in its step (LBFGS,
+  a closure of SAM), the pass is refused; otherwise the next step, before it changes a weight.
+- `MOST_STEPS` steps in a row of one optimizer came after several passes each. A pass without a step is normal now and
+  then: a GradScaler skips steps, and a script may skip a batch. Optimizers that step in turn, each after passes of the
+  other one, are refused by this rule, too.
 """
 
 import weakref
@@ -21,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -32,11 +35,13 @@ from gradwire.compressors.base import Layout
 if TYPE_CHECKING:
     from gradwire.comms.compression import Compression
 
+MOST_SAMPLES, SAMPLE_NUMEL = 4, 256
+"""Parameters whose values are compared, of those in the first bucket of a pass, and first elements of each."""
 MOST_STEPS = 3
 """Optimizer steps in a row after several passes each at which training is refused. A GradScaler that lowers its scale
 skips several steps, but then trains for thousands of steps before it skips the next one."""
 
-SEVERAL_PASSES = "each of the last {steps} optimizer steps came after several averaged backward passes"
+SEVERAL_PASSES = "each of the last {steps} steps of an optimizer came after several averaged backward passes"
 MOVED = "the weights have changed between two averaged backward passes without a step of the optimizer"
 REFUSED = (
     "{found}, as with SAM, LBFGS or a closure that is called repeatedly. Compressor {compressor!r} keeps the "
@@ -66,14 +71,20 @@ class PassesPerStep(StepListener):
         self._parameters = set(map(id, parameters))
         self._layouts: set[int] = set()
         self._passes = 0
-        self._steps_in_a_row = 0
+        """Averaged passes since the last step of any optimizer."""
+        self._all_passes = 0
+        self._taken: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """Optimizer -> (`_all_passes` at its last step, its steps in a row until then after several passes each)."""
         self._steps: weakref.ref[Optimizer] | None = None
         """The optimizer that is in its step, the outer one if it steps another; None between two steps."""
-        self._sample: list[tuple[Tensor, int]] = []
-        """Parameters of the first bucket of the last pass, and their versions then; empty once a step has ended."""
+        self._sample: list[tuple[Tensor, int, Tensor | None]] = []
+        """Parameters of the first bucket of the last pass, their versions and some of their values then; empty once a
+        step has ended."""
         self._refused: str | None = None
         """Reason for which all later passes are refused."""
         self._moved = False
+        self._differs: list[Tensor] = []
+        """One 0-dim bool on the weights' device, or none: whether values have changed since the last step."""
         self._has_moved = True
         """Whether the weights had moved in this way before the last step, too; true before the first step."""
         _listeners.add(self)
@@ -90,9 +101,11 @@ class PassesPerStep(StepListener):
             return
         if self._refused is not None:
             raise self._refusal(self._refused)
-        self._moved |= any(each._version != version for each, version in self._sample)
+        self._moved |= any(each._version != version for each, version, _ in self._sample)
+        self._differs += [(_values(each) != values).any() for each, _, values in self._sample if values is not None]
+        self._differs = [torch.stack(self._differs).any()] if self._differs else []
         self._sample = []
-        if self._moved and self._steps is not None:
+        if self._steps is not None and self._have_moved():
             raise self._refusal(MOVED)
 
     def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
@@ -101,17 +114,21 @@ class PassesPerStep(StepListener):
             self._layouts.add(id(layout))
             self._parameters.update(map(id, parameters))
         if not self._sample:
-            self._sample = [(each, each._version) for each in parameters]
+            self._sample = [
+                (each, each._version, _values(each).clone() if number < MOST_SAMPLES else None)
+                for number, each in enumerate(parameters)
+            ]
 
     def step_ended(self, step: EndedStep) -> None:
         """Counts a pass with gradients of this rank, unless nothing is compressed."""
-        self._passes += bool(self._sample) and not self._compression.is_idle
+        counts = bool(self._sample) and not self._compression.is_idle
+        self._passes += counts
+        self._all_passes += counts
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Records that an optimizer begins a step, and how many averaged passes came since the last one.
+        """Records that an optimizer begins a step, and how many averaged passes came since its last one.
 
-        Ignored if the optimizer has none of this model's parameters. If no pass came since the last step, it is a
-        second optimizer of the same training step.
+        Ignored if the optimizer has none of this model's parameters.
 
         Args:
             optimizer: Any optimizer of the process, just before its step.
@@ -124,16 +141,19 @@ class PassesPerStep(StepListener):
             return
         if self._steps is None or self._steps() in (None, optimizer):
             self._steps = weakref.ref(optimizer)
-        if self._passes == 0:
-            return
-        moved, self._moved = self._moved, False
-        if moved and self._has_moved:
-            raise self._refusal(MOVED)
-        self._has_moved = moved
-        self._steps_in_a_row = self._steps_in_a_row + 1 if self._passes > 1 else 0
-        self._passes = 0
-        if self._steps_in_a_row == MOST_STEPS:
-            self._refused = SEVERAL_PASSES.format(steps=MOST_STEPS)
+        if self._passes:  # else it is a second optimizer of the same training step
+            moved = self._have_moved()
+            self._moved = False
+            if moved and self._has_moved:
+                raise self._refusal(MOVED)
+            self._has_moved = moved
+        before, in_a_row = self._taken.get(optimizer, (self._all_passes - self._passes, 0))
+        passes, self._passes = self._all_passes - before, 0
+        if passes:
+            in_a_row = in_a_row + 1 if passes > 1 else 0
+            self._taken[optimizer] = self._all_passes, in_a_row
+            if in_a_row == MOST_STEPS:
+                self._refused = SEVERAL_PASSES.format(steps=MOST_STEPS)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Records that an optimizer has ended a step, which has changed the weights."""
@@ -143,6 +163,12 @@ class PassesPerStep(StepListener):
         if self._steps is not None and self._steps() in (None, optimizer):
             self._steps = None
 
+    def _have_moved(self) -> bool:
+        """Returns whether the weights have moved since the last step; waits for the device if values were compared."""
+        self._moved = self._moved or any(map(bool, self._differs))
+        self._differs = []
+        return self._moved
+
     def _is_of_model(self, optimizer: Optimizer) -> bool:
         """Returns whether an optimizer has a parameter of this model."""
         return any(id(each) in self._parameters for group in optimizer.param_groups for each in group["params"])
@@ -151,6 +177,12 @@ class PassesPerStep(StepListener):
         """Returns the error for the training script; all later passes are refused, too."""
         self._refused = found
         return RuntimeError(REFUSED.format(found=found, compressor=self._compression.compressor.name))
+
+
+def _values(parameter: Tensor) -> Tensor:
+    """Returns the first `SAMPLE_NUMEL` elements of a parameter in the order of its memory."""
+    whole = parameter.detach()
+    return whole.as_strided((min(whole.numel(), SAMPLE_NUMEL),), (1,))
 
 
 @cache

@@ -59,9 +59,20 @@ def sharpness_aware(
     optimizer.step()
 
 
-def unseen(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def behind_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """SAM in the way that autograd does not count as a change of the weights."""
     sharpness_aware(model, optimizer, lambda each, by: each.data.add_(by))
+
+
+def with_other_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    sharpness_aware(model, optimizer, lambda each, by: setattr(each, "data", each.data + by))
+
+
+def unseen(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The gradient of the first pass is thrown away."""
+    backward(model, optimizer)
+    backward(model, optimizer)
+    optimizer.step()
 
 
 class Sam(torch.optim.SGD):
@@ -103,8 +114,14 @@ def train(
 @pytest.mark.parametrize("compressor", ["onebit", "dgc"])
 @pytest.mark.parametrize(
     ("step", "kind"),
-    [(sharpness_aware, torch.optim.SGD), (closure_of_sam, Sam), (closure, torch.optim.LBFGS)],
-    ids=["sam", "closure of sam", "lbfgs"],
+    [
+        (sharpness_aware, torch.optim.SGD),
+        (behind_autograd, torch.optim.SGD),
+        (with_other_data, torch.optim.SGD),
+        (closure_of_sam, Sam),
+        (closure, torch.optim.LBFGS),
+    ],
+    ids=["sam", "sam behind autograd", "sam with other data", "closure of sam", "lbfgs"],
 )
 def test_several_passes_are_refused_before_a_step_uses_them(step: Step, kind: type[Any], compressor: str) -> None:
     taken: list[Tensor] = []
@@ -137,7 +154,7 @@ def test_every_later_pass_is_refused_too() -> None:
 
 def test_passes_between_which_no_change_is_seen_are_refused_after_a_few_steps() -> None:
     train(unseen, MOST_STEPS)
-    with pytest.raises(RuntimeError, match=f"each of the last {MOST_STEPS} optimizer steps .*LBFGS or a closure"):
+    with pytest.raises(RuntimeError, match=f"each of the last {MOST_STEPS} steps of an optimizer .*LBFGS or a closure"):
         train(unseen, MOST_STEPS + 1)
 
 
@@ -201,4 +218,18 @@ def test_two_optimizers_of_one_model_take_one_step_together() -> None:
             each.step()
     with pytest.raises(RuntimeError, match="several averaged backward passes"):
         model(torch.ones(2, 16)).square().mean().backward()
+    state.close()
+
+
+def test_optimizers_that_step_in_turn_are_refused_after_a_few_steps() -> None:
+    """Each one's momentum would decay in the passes of the other one, too."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    state = gradwire.HookState(model, plan="flat", compressor="onebit", compressor_options={"momentum": 0.9})
+    model.register_comm_hook(state, gradwire.comm_hook)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in model.module]
+    with pytest.raises(RuntimeError, match="several averaged backward passes"):
+        for number in range(2 * MOST_STEPS + 2):
+            one_pass(model, optimizers[number % 2])
+            model.zero_grad()
+    assert number == 2 * MOST_STEPS + 1
     state.close()
