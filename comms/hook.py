@@ -61,6 +61,12 @@ PYTHON_REDUCER = (
     "with which compiled models work"
 )
 
+MIXED_PRECISION = (
+    "`model` was made with DDP's `mixed_precision`, for which DDP registers a hook of its own, and it takes one: leave "
+    'that option out, compute in torch.autocast, and send 16 bits with compressor="bf16"; or train without gradwire\'s '
+    "hook"
+)
+
 UNNAMED = (
     "This state was made without a model, so parameters are called by their place in its first step: give the model, "
     "gradwire.HookState(model) or state.bind(model) before the first step, for rules that match its names."
@@ -154,8 +160,8 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
         Raises:
             ValueError: The state has a model already, or has compressed gradients without names; `model` has no
-                parameters, has an optimizer that steps in backward, or belongs to several DDP models with different
-                groups; or the loaded state does not fit.
+                parameters, has an optimizer that steps in backward or DDP's `mixed_precision`, or belongs to several
+                DDP models with different groups; or the loaded state does not fit.
             TypeError: `model` is sharded (FSDP, FSDP2, DeepSpeed): no DDP hook is ever called for it.
             RuntimeError: torch.distributed is not initialised, or a rank did not join.
         """
@@ -163,6 +169,8 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             raise TypeError(f"`model` is {why}")
         if steps_in_backward(model):
             raise ValueError(f"`model` {STEPS_IN_BACKWARD}")
+        if isinstance(model, DistributedDataParallel) and model.mixed_precision is not None:
+            raise ValueError(MIXED_PRECISION)
         compresses = self._connection is not None and self._connection.compression is not None
         if compresses and self.names.shapes and not self.names.bound:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import gradwire
 from gradwire.comms import automatic
@@ -112,6 +113,14 @@ def test_an_optimizer_in_backward_is_refused_at_once(wrapped: bool) -> None:
         gradwire.HookState(model if wrapped else inner)
     with pytest.raises(ValueError, match="`model` has parameters whose optimizer steps in backward"):
         gradwire.attach(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_mixed_precision_of_ddp_is_refused_at_once() -> None:
+    """Its own hook is there already, and torch says of gradwire's that one can be registered only once."""
+    model = DistributedDataParallel(nn.Linear(8, 8), mixed_precision=_MixedPrecision(reduce_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"`mixed_precision`.* leave that option out, .* compressor=\"bf16\""):
+        gradwire.HookState(model)
 
 
 @pytest.mark.usefixtures("alone")
