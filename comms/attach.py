@@ -85,13 +85,13 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel:
         hints = {"model_wrapped": "its `model_wrapped`", "strategy": "its `strategy.model`"}
         hint = next((text for name, text in hints.items() if hasattr(model, name)), "the model")
         raise TypeError(f"`model` is a {type(model).__name__}; wanted a torch.nn.Module: pass {hint}")
-    inner = look_inside(model)
+    inner = unwrap(model)
     if not isinstance(inner, DistributedDataParallel):
         raise _missing(inner)
     return inner
 
 
-def look_inside(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Returns the module inside the wrappers of frameworks and torch.compile, but does not look into a DDP model.
 
     Args:

@@ -123,7 +123,7 @@ class Composite(CompressorTraits):
 
     @property
     def by_element(self) -> bool:
-        """See `CompressorTraits.by_element`: True if it is true of all compressors."""
+        """True if each element is compressed by itself in every compressor, so that a bucket may be cut anywhere."""
         return all(isinstance(each, Stateful) and each.by_element for each in self.choices)
 
     def every(self) -> tuple[Compressor, ...]:
@@ -145,11 +145,11 @@ class Composite(CompressorTraits):
         return next(first for first, other in enumerate(self.choices) if other is self.choices[number])
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """See `Compressor.partition`."""
+        """Cuts a bucket into shards where the main compressor cuts it."""
         return self.main.partition(layout, parts)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
-        """See `Compressor.wire_nbytes`."""
+        """Returns the bytes that one rank sends for a shard: the sum of what all compressors send of it."""
         return sum(
             compressor.wire_nbytes(selection.layout, group_size) for compressor, selection in self._split(layout)
         )
@@ -159,7 +159,7 @@ class Composite(CompressorTraits):
         return [(compressor, selection.layout) for compressor, selection in self._split(layout)]
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
-        """See `Compressor.all_reduce`: the collectives of all compressors are in flight together."""
+        """Sums each parameter of `shard` by its compressor; the collectives of all are in flight together."""
         if layout not in self._known:
             check_gradient(shard)
         split = self._split(layout)
@@ -168,63 +168,63 @@ class Composite(CompressorTraits):
         return _side_by_side(shard, split, group)
 
     def end_step(self, finite: bool | Tensor) -> None:
-        """See `Compressor.end_step`."""
+        """Ends a step of every compressor: commits or drops their staged state."""
         check_finite(finite)
         for compressor in self._compressors():
             compressor.end_step(finite)
 
     def prepare(self, device: torch.device) -> None:
-        """See `CompressorTraits.prepare`."""
+        """Compiles and loads the kernels of all compressors for a device."""
         for each in self._compressors():
             traits_of(each).prepare(device)
 
     def shared(self) -> list[ElementStore]:
-        """See `CompressorTraits.shared`."""
+        """Returns the stores of all compressors whose values must be equal on all nodes."""
         return [store for each in self._compressors() if isinstance(each, Stateful) for store in each.shared()]
 
     def residual_square(self) -> float:
-        """See `Stateful.residual_square`."""
+        """Returns the squared norm of this rank's residuals in all compressors; blocks until the device is done."""
         return sum(each.residual_square() for each in self._compressors() if isinstance(each, Stateful))
 
     def report_lines(self) -> list[str]:
-        """See `CompressorTraits.report_lines`: one line of each compressor that has something to report."""
+        """Returns one line for each compressor that has something to report."""
         return [note for each in self._compressors() if isinstance(each, Stateful) and (note := each.note())]
 
     def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
-        """See `CompressorTraits.travelled`."""
+        """Passes on to every compressor what was exchanged in the step."""
         for each in self._compressors():
             traits_of(each).travelled(transfers, finite, left_alone)
 
     def retract_step(self) -> None:
-        """See `Compressor.retract_step`."""
+        """Takes the last step out of the count of every compressor."""
         for compressor in self._compressors():
             compressor.retract_step()
 
     def rescale(self, factor: float | Tensor) -> None:
-        """See `Compressor.rescale`."""
+        """Multiplies residuals and momenta of all compressors by `factor`."""
         check_factor(factor)
         for compressor in self._compressors():
             compressor.rescale(factor)
 
     def bind_model(self, numels: Mapping[str, int]) -> None:
-        """See `Compressor.bind_model`."""
+        """Sets the model in all compressors, so that each can refuse another model's state."""
         for compressor in self._compressors():
             compressor.bind_model(numels)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """See `Compressor.flush`."""
+        """Adds the residuals of all compressors to `shard`, in place."""
         for compressor, selection in self._split(layout):
             part = selection.gather(shard)
             compressor.flush(part, selection.layout)
             selection.scatter(part, shard)
 
     def state_runs(self) -> Iterator[StateRun]:
-        """See `Compressor.state_runs`."""
+        """Yields the runs of elements that any of the compressors keeps state of."""
         for compressor in self._compressors():
             yield from compressor.state_runs()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """See `Compressor.export`: the rows of all compressors, one below the other."""
+        """Removes and returns the state of `layout`: the rows of all compressors, one below the other."""
         split = {id(compressor): selection for compressor, selection in self._split(layout)}
         blocks = []
         for compressor in self._compressors():
@@ -237,7 +237,7 @@ class Composite(CompressorTraits):
         return torch.cat(blocks)
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
-        """See `Compressor.adopt`."""
+        """Adds exported rows to the state: each compressor takes as many as it exports."""
         split = {id(compressor): selection for compressor, selection in self._split(layout)}
         at = 0
         for compressor in self._compressors():
@@ -253,7 +253,7 @@ class Composite(CompressorTraits):
             at += count
 
     def state_dict(self) -> StateDict:
-        """See `Compressor.state_dict`; keys begin with the number of the compressor."""
+        """Returns the state of all compressors; each key begins with the number of the compressor."""
         return {
             f"{number}{SEPARATOR}{key}": value
             for number, compressor in enumerate(self._compressors())
@@ -261,7 +261,7 @@ class Composite(CompressorTraits):
         }
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """See `Compressor.load_state_dict`.
+        """Restores the state of all compressors; if one refuses its part, all get their previous state back.
 
         Raises:
             ValueError: The state is of other compressors, other rules or another model; nothing was changed.

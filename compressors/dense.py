@@ -41,19 +41,19 @@ class Dense(Stateful):
 
     @property
     def by_element(self) -> bool:
-        """See `CompressorTraits.by_element`."""
+        """True: each element of the sum depends on the ranks' values of it alone."""
         return True
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """See `Compressor.partition`."""
+        """Cuts a bucket into shards of nearly equal length."""
         return equal_bounds(layout.numel, parts, CACHE_LINE_NUMEL)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
-        """See `Compressor.wire_nbytes`."""
+        """Returns the bytes that one rank sends in a ring all-reduce of float32."""
         return round(2 * (group_size - 1) / group_size * 4 * layout.numel)
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
-        """See `Compressor.all_reduce`."""
+        """Replaces `shard` by its exact sum over the group, after the momentum if there is one."""
         check_gradient(shard)
         if self.momentum:
             if shard.is_cuda:
@@ -63,7 +63,7 @@ class Dense(Stateful):
             yield Collective(ALL_REDUCE, (shard,))
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """See `Compressor.flush`; there is no residual, so `shard` stays as it is."""
+        """Does nothing: there is no residual, so `shard` stays as it is."""
 
     def _fold_momentum(self, shard: Tensor, layout: Layout) -> None:
         old, new = self.fields["momentum"].update(layout, shard.device)
@@ -85,10 +85,10 @@ class WideSum(Dense):
 
     @property
     def by_element(self) -> bool:
-        """See `CompressorTraits.by_element`: False; owners by the links' rates need sums in the buckets' own dtype."""
+        """False, because owners with unequal parts need sums in the buckets' own dtype."""
         return False
 
     @property
     def dtypes(self) -> Collection[torch.dtype]:
-        """See `CompressorTraits.dtypes`: float16 and bfloat16, which are widened."""
+        """The dtypes that are widened to float32: float16 and bfloat16."""
         return torch.float16, torch.bfloat16

@@ -91,17 +91,17 @@ class DGC(Stateful):
         return max(self.density, WARMUP_DENSITIES[stage])
 
     def prepare(self, device: torch.device) -> None:
-        """See `CompressorTraits.prepare`."""
+        """Compiles and loads the kernels that select elements, and those of `inner`, for a device."""
         prepare_kernels(device, {DGC_FAMILY})
         if self.inner is not None:
             self.inner.prepare(device)
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """See `Compressor.partition`."""
+        """Cuts a bucket into shards of equal length; the last one takes the remainder."""
         return equal_bounds(layout.numel, parts, SHARD_ALIGN)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
-        """See `Compressor.wire_nbytes`; for the current step's density."""
+        """Returns the bytes that one rank sends for a shard, at the density of the current step."""
         if self._is_sent_dense(group_size):
             return round(2 * (group_size - 1) / group_size * 4 * layout.numel)
         count = sum(self._count(item) for item in layout.slices)
@@ -110,7 +110,7 @@ class DGC(Stateful):
         return (group_size - 1) * count * (INDEX_NBYTES + self.value_dtype.itemsize)
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
-        """See `Compressor.all_reduce`."""
+        """Adds the gradient to the totals, and replaces `shard` by the sum of the largest totals of all ranks."""
         if shard.is_cuda:
             refuse_capture(self.name)
         check_gradient(shard)
@@ -166,7 +166,7 @@ class DGC(Stateful):
             KERNELS_ON[shard.device.type].scatter_add(theirs, rest, shard)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """See `Compressor.flush`: the total is the residual."""
+        """Adds the totals, which are what was not sent so far, to `shard`, in place."""
         self.fields["total"].pour(shard, layout)
 
     def _is_sent_dense(self, group_size: int) -> bool:

@@ -110,7 +110,7 @@ class PowerSGD(Stateful):
 
     @property
     def has_owners(self) -> bool:
-        """See `CompressorTraits.has_owners`: True if factors are encoded, because owners then sum them."""
+        """True if a codec encodes the factors: owners then sum them, in the two-stage exchange."""
         return self.codec is not None
 
     def rounds(self, *, by_owners: bool) -> int:
@@ -119,7 +119,7 @@ class PowerSGD(Stateful):
         return (2 if by_owners else 1) * sums + (4 if self.codec is not None else 0)
 
     def prepare(self, device: torch.device) -> None:
-        """See `CompressorTraits.prepare`."""
+        """Compiles and loads the kernels of PowerSGD, and those of the factors' codec, for a device."""
         encoded = {self.codec.family} if isinstance(self.codec, BlockCodec) else set()
         prepare_kernels(device, {POWERSGD_FAMILY, *encoded})
 
@@ -128,11 +128,11 @@ class PowerSGD(Stateful):
         return as_matrix(item, self.rank, self.min_compression_rate)
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """See `Compressor.partition`: whole matrices, the largest share as small as it can be."""
+        """Cuts a bucket between whole matrices, so that the largest shard is as small as it can be."""
         return cut_between(layout, parts, lambda item: self.matrix(item) is not None)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
-        """See `Compressor.wire_nbytes`."""
+        """Returns the bytes that one rank sends for a shard: both factors of its matrices, and its dense slices."""
         matrices = [found for item in layout.slices if (found := self.matrix(item))]
         dense = layout.numel - sum(found.item.numel for found in matrices)
         p = sum(found.rank * found.rows for found in matrices)
@@ -144,7 +144,7 @@ class PowerSGD(Stateful):
         return factors + round(ring * dense)
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
-        """See `Compressor.all_reduce`."""
+        """Replaces the matrices of `shard` by P Q^T of the summed factors, and its dense slices by their exact sums."""
         if shard.is_cuda:
             refuse_capture(self.name)
         check_gradient(shard)
@@ -173,12 +173,12 @@ class PowerSGD(Stateful):
         self._staged_factors[parts.names] = parts, began, q_total
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """See `Compressor.flush`."""
+        """Adds the residual to `shard`, in place; none is added without error feedback."""
         if (store := self.fields.get("residual")) is not None:
             store.pour(shard, layout)
 
     def end_step(self, finite: bool | Tensor) -> None:
-        """See `Compressor.end_step`."""
+        """Commits or drops the staged residuals, and the factors Q with which the next step begins."""
         super().end_step(finite)
         self._drawn.clear()
         if self.warm_start and (isinstance(finite, Tensor) or finite):
@@ -211,20 +211,20 @@ class PowerSGD(Stateful):
         self._flat_factors[parts.names] = flat, views
 
     def retract_step(self) -> None:
-        """See `Compressor.retract_step`; the first factors that the step had drawn will be drawn again."""
+        """Takes the last step out of the count; the first factors that it had drawn will be drawn again."""
         super().retract_step()
         for name in self._drawn:
             self._factors.pop(name, None)
         self._drawn.clear()
 
     def state_runs(self) -> Iterator[StateRun]:
-        """See `Stateful.state_runs`; a factor belongs to its whole parameter."""
+        """Yields the runs of residuals, and each parameter that has a factor, which belongs to it as a whole."""
         yield from super().state_runs()
         for name in self._factors:
             yield StateRun(name, 0, None)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """See `Stateful.export`; the last row holds the factors, at the beginning of their matrices' elements."""
+        """Removes and returns the state; the last row holds the factors, at the start of their matrices' elements."""
         rows = super().export(layout, device)
         factors = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         for item in layout.slices:
@@ -235,7 +235,7 @@ class PowerSGD(Stateful):
         return torch.cat([rows, factors.unsqueeze(0)])
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
-        """See `Stateful.adopt`."""
+        """Adds exported rows to the residuals, and stores the factors of the last row."""
         super().adopt(layout, rows[:-1])
         for item in layout.slices:
             found = self.matrix(item)
@@ -246,11 +246,11 @@ class PowerSGD(Stateful):
                 self._factors[item.name] = factor.clone()
 
     def state_dict(self) -> StateDict:
-        """See `Compressor.state_dict`."""
+        """Returns a copy of the residuals, and of the factors Q under `factor/<parameter name>`."""
         return {**super().state_dict(), **{f"factor/{name}": value.clone() for name, value in self._factors.items()}}
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """See `Compressor.load_state_dict`."""
+        """Restores residuals and factors; a state with factors of a larger rank is refused."""
         super().load_state_dict(state)
         keep_until_read(*self._factors.values(), *(flat for flat, _ in self._flat_factors.values()))
         self._flat_factors.clear()
@@ -263,7 +263,7 @@ class PowerSGD(Stateful):
         self._drawn.clear()
 
     def _checks(self, key: str, value: StateValue) -> bool:
-        """See `Stateful._checks`: True for a factor Q, refused if its rank is larger than `rank`."""
+        """Returns whether the entry is a factor Q, which is refused if its rank is larger than `rank`."""
         if not key.startswith("factor/"):
             return False
         if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype != torch.float32:

@@ -41,11 +41,11 @@ class Stateful(CompressorTraits):
         self._numels: dict[str, int] = {}
 
     def bind_model(self, numels: Mapping[str, int]) -> None:
-        """See `Compressor.bind_model`."""
+        """Stores the number of elements of each parameter, by which another model's state is refused."""
         self._numels = dict(numels)
 
     def end_step(self, finite: bool | Tensor) -> None:
-        """See `Compressor.end_step`."""
+        """Commits or drops the staged values of all fields, and counts a finite step."""
         check_finite(finite)
         for store in self.fields.values():
             if isinstance(finite, Tensor):
@@ -57,13 +57,13 @@ class Stateful(CompressorTraits):
         self.step += 1 if isinstance(finite, Tensor) else int(finite)
 
     def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
-        """See `CompressorTraits.travelled`."""
+        """Keeps the stored values of the parameters in `left_alone`, and drops what was staged of them."""
         if left_alone:
             for store in self.fields.values():
                 store.pass_over(left_alone)
 
     def retract_step(self) -> None:
-        """See `Compressor.retract_step`."""
+        """Takes the last step out of the count."""
         self.step -= 1
 
     def note(self) -> str:
@@ -71,7 +71,7 @@ class Stateful(CompressorTraits):
         return ""
 
     def rescale(self, factor: float | Tensor) -> None:
-        """See `Compressor.rescale`."""
+        """Multiplies all fields by `factor`, because the loss scale has changed."""
         check_factor(factor)
         for store in self.fields.values():
             store.rescale(factor)
@@ -100,13 +100,13 @@ class Stateful(CompressorTraits):
         return square
 
     def state_runs(self) -> Iterator[StateRun]:
-        """See `Compressor.state_runs`."""
+        """Yields the run of each stored piece, field by field."""
         for store in self.fields.values():
             for name, start, numel in store.runs():
                 yield StateRun(name, start, numel)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """See `Compressor.export`: removes and returns all that is stored about the elements of `layout`.
+        """Removes and returns all that is stored about the elements of `layout`.
 
         Returns:
             2-D float32 (fields, layout.numel), zero for elements without state here: the sum of the ranks' exports is
@@ -118,12 +118,12 @@ class Stateful(CompressorTraits):
         return rows
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
-        """See `Compressor.adopt`."""
+        """Adds exported rows to the stored values: one row for each field."""
         for store, row in zip(self.fields.values(), rows, strict=True):
             store.adopt(layout, row)
 
     def state_dict(self) -> StateDict:
-        """See `Compressor.state_dict`."""
+        """Returns a copy of all fields, under `<field>/<start>/<parameter name>`, and the step count."""
         state: StateDict = {"compressor": self.name, "step": self.step}
         for field, store in self.fields.items():
             for piece in store.pieces():
@@ -131,7 +131,7 @@ class Stateful(CompressorTraits):
         return state
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """See `Compressor.load_state_dict`.
+        """Replaces all fields and the step count by those of a `state_dict()`.
 
         Raises:
             ValueError: The state is of another compressor or another model, or is damaged; nothing was changed.

@@ -224,24 +224,24 @@ class TwoStage(Stateful):
 
     @property
     def keeps_residual(self) -> bool:
-        """See `CompressorTraits.keeps_residual`."""
+        """True if the compressor was made with `residual`."""
         return self.residual
 
     @property
     def has_owners(self) -> bool:
-        """See `CompressorTraits.has_owners`."""
+        """True: payloads are sent to the owners of parts, which send the sums back."""
         return True
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """See `Compressor.partition`."""
+        """Cuts a bucket into shards of equal length, at multiples of `SHARD_ALIGN`."""
         return equal_bounds(layout.numel, parts, SHARD_ALIGN)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
-        """See `Compressor.wire_nbytes`."""
+        """Returns the bytes that one rank sends for a shard in the two-stage exchange with equal parts."""
         return two_stage_nbytes(layout.numel, group_size, self.codec, self.return_codec)
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
-        """See `Compressor.all_reduce`."""
+        """Replaces `shard` by its approximate sum, in the two-stage exchange; exactly during the dense start."""
         if shard.is_cuda:
             refuse_capture(self.name)
         if (layout, group) not in self._own_parts:
@@ -266,7 +266,7 @@ class TwoStage(Stateful):
             shard.mul_(scales)
 
     def prepare(self, device: torch.device) -> None:
-        """See `CompressorTraits.prepare`; called in the first step as well, if it was not before."""
+        """Compiles and loads the codecs' kernels for a device; called in the first step as well, if not before."""
         families = {codec.family for codec in (self.codec, self.return_codec) if isinstance(codec, BlockCodec)}
         if families:
             prepare_kernels(device, families)
@@ -301,7 +301,7 @@ class TwoStage(Stateful):
         """
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """See `Compressor.flush`; both residuals count."""
+        """Adds the worker and the server residual to `shard`, in place."""
         if not self.residual:
             return
         self._fold_server(layout, shard.device)
@@ -311,7 +311,7 @@ class TwoStage(Stateful):
             self.fields["residual"].stage(layout, shard.device).zero_()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """See `Stateful.export`; the server residual is added to the worker residual."""
+        """Removes and returns the state; the server residual is added to the worker residual."""
         if self.residual:
             self._fold_server(layout, device)
         return super().export(layout, device)

@@ -1,9 +1,7 @@
-"""Averages pseudo-gradients over the ranks of a session; see `FragmentAveraging`.
+"""Averages pseudo-gradients over the ranks of a session: `FragmentAveraging` starts an exchange and waits for it.
 
-It starts an exchange, waits for it, and in elastic training repeats it after a rank failure.
-
-exchange.py decides when to start, and applies results. Nothing takes effect here: the compressor's new residuals are
-staged until `decide` commits or drops them.
+In elastic training it repeats an exchange after a rank failure. exchange.py decides when to start one, and applies its
+result. Nothing takes effect here: the compressor's new residuals are staged until `decide` commits or drops them.
 """
 
 import threading
@@ -22,7 +20,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.elastic.resilient_ops import ResilientOps
 from gradwire.comms.outer.fragments import Fragment
-from gradwire.comms.outer.messages import MeetingMessages
+from gradwire.comms.outer.messages import BarrierCounters
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
@@ -30,7 +28,7 @@ from gradwire.comms.session import AveragingSession
 from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.residual import keep_until_read
 
-TELL_SECONDS = 0.2
+PUBLISH_AFTER_SECONDS = 0.2
 """Seconds that a rank waits for a result before it publishes that it waits, for ranks that have taken fewer steps. It
 does not publish at once, because requests to the store use the same link as the exchange."""
 
@@ -178,7 +176,7 @@ class FragmentAveraging:
             communicator.peer_wait().exited_among,
         )
         self.alone = alone or communicator.size == 1
-        self.messages = MeetingMessages(communicator)
+        self.messages = BarrierCounters(communicator)
         self.nic_bytes, self.waited_seconds = LeavingBytes(), 0.0
         self.resilient_ops: ResilientOps | None = None
         self._memory, self._leaving = _Memory(), _Leaving()
@@ -235,7 +233,7 @@ class FragmentAveraging:
             compares: True makes the ranks compare the fragment's anchors meanwhile.
         """
         flat, sent = self._memory.of(fragments, number)
-        fragments[number].set_out(flat, sent if kept else None)
+        fragments[number].write_pseudo_gradient(flat, sent if kept else None)
         return Pending(number, due, flat, sent if kept else None, compares)
 
     def launch(self, fragment: Fragment, pending: Pending) -> None:
@@ -257,7 +255,7 @@ class FragmentAveraging:
         if not fragment.numel:
             return
         if self.alone:
-            self._take_back(fragment, flat)
+            self._add_residual(fragment, flat)
             return
         arrived = self.communicator.clock.now() if self.session.listeners.wants_times else None
         pending.bucket = bucket = Bucket.of(flat, fragment.layout, arrived, pending.number)
@@ -284,15 +282,15 @@ class FragmentAveraging:
         Raises:
             RuntimeError: The exchange failed; the next call raises the same.
         """
-        travels = not self.alone and fragment.numel > 0
+        sends = not self.alone and fragment.numel > 0
         began = time.perf_counter()
         try:
-            if travels:
+            if sends:
                 self._arrive(fragment, pending, begun)
                 if self.resilient_ops is None and pending.checksums is not None:
                     pending.differing = _differing(pending.checksums.wait())
             finite = is_finite(pending.flat)  # on CUDA the host waits here
-            if travels:
+            if sends:
                 self.communicator.executor.release()  # raises the error of an abort meanwhile
         except RuntimeError as error:
             pending.error = error  # `flat` holds no average
@@ -303,7 +301,7 @@ class FragmentAveraging:
             raise
         finally:
             pending.future = pending.checksums = None
-            self.waited_seconds += time.perf_counter() - began if travels else 0.0
+            self.waited_seconds += time.perf_counter() - began if sends else 0.0
         pending.finite = finite
 
     def decide(self, finite: bool, fragments: Sequence[Fragment]) -> None:
@@ -331,6 +329,7 @@ class FragmentAveraging:
         Raises:
             RuntimeError: The ranks could not exchange them.
         """
+        # Count what is sent here as bytes of `synchronize`, not of exchanges.
         finite, before = False, self.nic_bytes.exchanged
         try:
             averages, unfinished = self._averages(fragments, announce)
@@ -382,7 +381,7 @@ class FragmentAveraging:
         assert found is not None
         return found
 
-    def try_on(self, held: StateDict) -> None:
+    def check_loadable(self, held: StateDict) -> None:
         """Checks that the compressor can load a state; afterwards it has its own again.
 
         Args:
@@ -402,6 +401,7 @@ class FragmentAveraging:
         self.communicator.sync_current_stream()
 
     def _averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
+        """Does what `averages` does, except for the residuals; in elastic training repeated after a rank failure."""
         resilient_ops = self.resilient_ops
         if resilient_ops is None or self.alone:
             return self._averages_now(fragments)
@@ -426,6 +426,7 @@ class FragmentAveraging:
         return averages, names[int(found[0])]
 
     def _averages_now(self, fragments: Sequence[Fragment]) -> tuple[list[Tensor], str]:
+        """Averages all fragments once; returns the averages, and the name of a parameter that is not finite, or ""."""
         averages, unfinished = [self._average_of(number, each) for number, each in enumerate(fragments)], ""
         for fragment, average in zip(fragments, averages, strict=True):
             if not unfinished and not is_finite(average):
@@ -452,7 +453,7 @@ class FragmentAveraging:
         if self.compression is not None:
             self.compression.flushing = True
         pending = Pending(number, 0, fragment.empty(), None)
-        fragment.set_out(pending.flat, None)
+        fragment.write_pseudo_gradient(pending.flat, None)
         self.launch(fragment, pending)
         if pending.future is not None:
             began = time.perf_counter()
@@ -460,7 +461,7 @@ class FragmentAveraging:
             self.waited_seconds += time.perf_counter() - began
         return pending.flat
 
-    def _take_back(self, fragment: Fragment, flat: Tensor) -> None:
+    def _add_residual(self, fragment: Fragment, flat: Tensor) -> None:
         """Adds the residual to a pseudo-gradient.
 
         Used by the last worker, which no longer sends: the residual would be lost otherwise. The next commit
@@ -482,7 +483,7 @@ class FragmentAveraging:
     def _arrive(self, fragment: Fragment, pending: Pending, begun: int) -> None:
         """Waits until `pending.flat` holds the average; in elastic training, the average of the surviving ranks.
 
-        Meanwhile publishes, for ranks that have taken fewer steps, that this rank waits; see `TELL_SECONDS`.
+        Meanwhile publishes, for ranks that have taken fewer steps, that this rank waits; see `PUBLISH_AFTER_SECONDS`.
 
         Args:
             fragment: Fragment of the exchange.
@@ -499,7 +500,7 @@ class FragmentAveraging:
             elif not pending.future.done():
                 arrived = threading.Event()
                 pending.future.add_done_callback(lambda _: arrived.set())
-                if not arrived.wait(TELL_SECONDS):
+                if not arrived.wait(PUBLISH_AFTER_SECONDS):
                     self.messages.publish_begun(begun)
             pending.future.wait()
             return
@@ -531,6 +532,7 @@ class FragmentAveraging:
         return pending.flat.clone()
 
     def _wait(self, future: FutureTensor) -> Tensor:
+        """Waits for a future; in elastic training raises as soon as a rank has failed, so that the caller repeats."""
         return future.wait() if self.resilient_ops is None else self.resilient_ops.wait(future)
 
     def _launch_checksums(self, fragments: Sequence[Fragment]) -> FutureTensor:
@@ -542,6 +544,7 @@ class FragmentAveraging:
         return self.communicator.all_reduce(words)
 
     def _all_reduce_dense(self, flat: Tensor, scale: float) -> Tensor:
+        """Sums a 1-D tensor over the ranks uncompressed, times `scale`, in place; waits for it and returns it."""
         bucket = Bucket.of(flat)
         if flat.numel():
             self.communicator.start(AllReduce((flat,), None, (bucket,), counted=False), scale=scale)

@@ -37,7 +37,7 @@ from gradwire.compressors.base import StateDict
 log = logging.getLogger("gradwire")
 
 POLL_SECONDS = 0.05
-"""Seconds between two polls of the other ranks' counters, when ranks of different numbers of steps meet."""
+"""Seconds between two polls of the other ranks' counters, while ranks with different numbers of steps catch up."""
 
 COMPARED_ROUNDS = 8
 """Rounds of all fragments between two rounds in which the ranks compare anchors. Anchors differ only after a fault (a
@@ -148,7 +148,7 @@ class OuterExchange:
         return sum(fragment.numel for fragment in self.fragments)
 
     @torch.no_grad()
-    def start_alike(self, tensors: Sequence[Tensor]) -> None:
+    def copy_from_first_rank(self, tensors: Sequence[Tensor]) -> None:
         """Gives all ranks rank 0's values, in place, and sets the fragments' anchors to the parameters.
 
         Args:
@@ -172,12 +172,12 @@ class OuterExchange:
         self.steps += 1
         pending = self._pending
         if pending is not None and pending.due <= self.steps:
-            self._take_up()
+            self._apply_pending()
         delay = self.settings.delay_of(self.steps)
         for _ in range(self.settings.turns(self.steps)):
             self._begin(delay)
             if delay == 0:
-                self._take_up()
+                self._apply_pending()
 
     @torch.no_grad()
     def synchronize(self, buffers: Sequence[Tensor] = ()) -> None:
@@ -191,16 +191,16 @@ class OuterExchange:
             buffers: Floating-point tensors that are averaged in place.
 
         Raises:
-            RuntimeError: A rank did not come within the time-out; or, on all ranks alike, a parameter is not finite.
+            RuntimeError: A rank did not arrive within the time-out; or, on all ranks, a parameter is not finite.
         """
         # Finish the exchange in flight, and wait until all ranks have started equally many.
         self._refuse_halfway(different=False)
         for fragment in self.fragments:
             fragment.check()
         if self._pending is not None:
-            self._take_up()
+            self._apply_pending()
         if not self.averaging.alone:
-            self._meet()
+            self._catch_up()
         # Average all fragments; nothing changes if an element is not finite.
         averages, unfinished = self.averaging.averages(self.fragments, self._announce)
         if unfinished:
@@ -241,13 +241,13 @@ class OuterExchange:
         that have taken different numbers of steps catch up as in `synchronize`, so all states are of one moment.
 
         Raises:
-            RuntimeError: A rank did not come within the time-out; or the exchange failed.
+            RuntimeError: A rank did not arrive within the time-out; or the exchange failed.
         """
         self._refuse_halfway()
         if self._pending is not None:
-            self._take_up()
+            self._apply_pending()
         if not self.averaging.alone:
-            self._meet()
+            self._catch_up()
         if self.averaging.resilient_ops is not None and not self.averaging.alone:
             self.averaging.mean_of(self.fragments[0].anchor.new_zeros(1), self._announce)
         flats = [(each.anchor, each.momentum) for each in self.fragments]
@@ -283,7 +283,7 @@ class OuterExchange:
                     f"`compressor` is {self.averaging.communicator.config.compressor!r}, and `state` was saved "
                     f"{'with' if saved.held else 'without'} one; wanted the compressor that saved it"
                 )
-            self.averaging.try_on(saved.held)
+            self.averaging.check_loadable(saved.held)
         except Exception as error:  # any error, because a damaged file may cause any, and the other ranks wait
             self.averaging.agreement.gather(json.dumps({"error": str(error)}))
             raise
@@ -313,6 +313,14 @@ class OuterExchange:
             raise RuntimeError(OTHER_PARAMETERS)
 
     def _refuse_halfway(self, *, different: bool = True) -> None:
+        """Checks that this rank has a whole state, and that its anchors are those of rank 0.
+
+        Args:
+            different: Whether to check the anchors; False for `synchronize`, which makes them equal.
+
+        Raises:
+            RuntimeError: A load has failed halfway, or the anchors were found to differ.
+        """
         if self._halfway:
             raise RuntimeError(
                 "load_state_dict() has failed after the ranks had agreed, so that this rank has a part of the state: "
@@ -369,11 +377,11 @@ class OuterExchange:
         except (RuntimeError, OSError):
             if self.averaging.resilient_ops is None:
                 raise
-            pending.communicator = None  # a rank was lost: it is begun again when it is waited for
+            pending.communicator = None  # a rank has failed: the exchange is started again when it is waited for
         self._pending = pending
         self.begun += 1
 
-    def _take_up(self) -> None:
+    def _apply_pending(self) -> None:
         """Waits for the exchange in flight, and applies its result; a result that is not finite changes nothing.
 
         Raises:
@@ -386,13 +394,15 @@ class OuterExchange:
         self._commit_or_drop(pending)
         self._pending = None
         if pending.finite:
-            fragment.arrive(pending.flat, pending.sent, None if self.settings.warms_up(self.begun) else self.settings)
+            fragment.apply_average(
+                pending.flat, pending.sent, None if self.settings.warms_up(self.begun) else self.settings
+            )
         self.done += bool(pending.finite)
         self.skipped += not pending.finite
         if not self.averaging.alone:
-            self._tell_ended(pending)
+            self._notify_listeners(pending)
 
-    def _tell_ended(self, pending: Pending) -> None:
+    def _notify_listeners(self, pending: Pending) -> None:
         """Passes a finished exchange to the session's listeners, as a step that has ended.
 
         In elastic training the listeners send nothing to other ranks because of it.
@@ -423,7 +433,7 @@ class OuterExchange:
             pending: The exchange in flight; its `finite` and `differing` are set.
 
         Raises:
-            RuntimeError: The exchange failed; or, on all ranks alike, the anchors differ between ranks.
+            RuntimeError: The exchange failed; or, on all ranks, the anchors differ between ranks.
         """
         self._wait_for(pending)
         fragment = self.fragments[pending.number]
@@ -436,8 +446,8 @@ class OuterExchange:
         if not pending.finite:
             names = fragment.unfinished(pending.flat)
             log.warning(
-                "gradwire: exchange %d of fragment %d is not finite (`%s`%s) and is skipped: each worker goes on with "
-                "what it has",
+                "gradwire: exchange %d of fragment %d is not finite (`%s`%s) and is skipped: each worker continues "
+                "with its own parameters",
                 self.begun,
                 pending.number,
                 names[0],
@@ -446,10 +456,10 @@ class OuterExchange:
         self.averaging.decide(bool(pending.finite), [fragment])
 
     def _announce(self) -> None:
-        """Publishes in the store that this rank has come to the meeting, with its counts of steps and exchanges."""
+        """Publishes in the store that this rank has arrived at the barrier, with its counts of steps and exchanges."""
         self.averaging.messages.announce(self.steps, self.begun)
 
-    def _meet(self) -> None:
+    def _catch_up(self) -> None:
         """Waits until all ranks are here and have begun equally many exchanges, and then gives all the same step count.
 
         Ranks may have taken different numbers of steps: a GradScaler skips some, or one rank has less data. A rank that
@@ -464,6 +474,7 @@ class OuterExchange:
         wait = self.averaging.communicator.peer_wait()
         messages.announced = False
         while True:
+            # After a rank failure the surviving ranks continue with a new communicator, and announce themselves again.
             if self.averaging.resilient_ops is not None:
                 self.averaging.resilient_ops.follow()
             if self.averaging.alone:
@@ -473,19 +484,20 @@ class OuterExchange:
                 ranks, arrived = range(self.averaging.communicator.size), dict[int, int]()
             arrived |= messages.arrived([each for each in ranks if each not in arrived])
             waiting = messages.waiting([each for each in ranks if each not in arrived])
+            # Take part in an exchange that this rank has not begun yet, as others wait in it; else wait for the rest.
             if max((*arrived.values(), *waiting.values())) > self.begun:
                 self._begin(0)
-                self._take_up()
+                self._apply_pending()
             elif len(arrived) == len(ranks):  # the schedule counts steps, so all continue at the highest count
                 self.steps = max(messages.steps(ranks).values())
                 return
             elif time.monotonic() > deadline:
                 missing = ", ".join(str(each) for each in ranks if each not in arrived)
                 raise RuntimeError(
-                    f"synchronize(): rank {missing} has not come within `timeout` of {timeout}; all ranks must call it"
+                    f"synchronize(): rank {missing} did not call it within `timeout` of {timeout}; all ranks must"
                 )
-            elif self.averaging.resilient_ops is None and (lost := wait.failure("before all have come")) is not None:
+            elif self.averaging.resilient_ops is None and (failed := wait.failure("before all arrived")) is not None:
                 failures = self.averaging.communicator.executor.failures
-                raise failures.fail("synchronize()", (), lost) from None
+                raise failures.fail("synchronize()", (), failed) from None
             else:
                 time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Divides a model into fragments that are exchanged in turn; see `Fragment` and `cut_into_fragments`.
+"""Divides a model into fragments that are exchanged in turn: `cut_into_fragments` makes the `Fragment`s of a model.
 
 A fragment keeps an *anchor*, its parameters after its last exchange, and the outer momentum. The *pseudo-gradient* is
 the anchor minus the parameters now.
@@ -26,8 +26,8 @@ CHECKSUM_WORDS, CHECKSUM_FACTOR = 2**18, 0x9E3779B1
 the factors of their places: the golden ratio. Source: Knuth, The Art of Computer Programming 3, section 6.4."""
 
 _Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""The form of a tensor: dtype, shape, and its dimensions from the largest stride to the smallest, without those of size
-1."""
+"""Dtype, shape and memory order of a tensor. The memory order lists its dimensions from the largest stride to the
+smallest, without those of size 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class OuterSettings:
         if not 0 <= self.delay <= turn:
             raise ValueError(
                 f"`delay` is {self.delay}, and with `every` {self.every} and `fragments` {self.fragments} the next "
-                f"fragment's turn comes after {turn} steps; wanted 0 to {turn}: one exchange is under way at a time"
+                f"fragment's turn comes after {turn} steps; wanted 0 to {turn}: one exchange is in flight at a time"
             )
         if self.warmup_steps < 0:
             raise ValueError(f"`warmup_steps` is {self.warmup_steps}; wanted a number of steps >= 0")
@@ -219,7 +219,7 @@ class Fragment:
         torch._foreach_copy_(self.views(rounded), sources)
         return torch.sub(rounded, now, out=flat)
 
-    def set_out(self, flat: Tensor, sent: Tensor | None) -> None:
+    def write_pseudo_gradient(self, flat: Tensor, sent: Tensor | None) -> None:
         """Writes the pseudo-gradient to `flat` (numel), and the present parameters to `sent` (numel) if it is given."""
         runs = self._runs() if sent is not None else None
         if sent is None or runs is None:
@@ -227,10 +227,10 @@ class Fragment:
         else:
             native.outer_set_out(runs, self.anchor.data_ptr(), sent.data_ptr(), flat.data_ptr())
 
-    def arrive(self, mean: Tensor, sent: Tensor | None, settings: OuterSettings | None) -> None:
+    def apply_average(self, mean: Tensor, sent: Tensor | None, settings: OuterSettings | None) -> None:
         """Applies the average of an exchange to the anchor and the parameters, in one pass over memory if possible.
 
-        Does what `update` and then `take_up` do, with the same bits.
+        Does what `update` and then `add_progress` do, with the same bits.
 
         Args:
             mean: (numel) average of the pseudo-gradients; overwritten.
@@ -241,7 +241,7 @@ class Fragment:
         runs = self._runs() if averages and sent is not None else None
         if sent is None or runs is None:
             self.update(mean, settings)
-            self.take_up(sent, mean)
+            self.add_progress(sent, mean)
         else:
             native.outer_take_up(runs, mean.data_ptr(), sent.data_ptr(), self.anchor.data_ptr())
             # As torch's operators do: a backward pass through the old values is refused.
@@ -260,7 +260,7 @@ class Fragment:
             ]
         return self._found_runs if len(self._found_runs) == len(views) else None
 
-    def take_up(self, sent: Tensor | None, work: Tensor) -> None:
+    def add_progress(self, sent: Tensor | None, work: Tensor) -> None:
         """Sets the parameters to the anchor plus their progress since they were sent.
 
         Args:
@@ -310,6 +310,7 @@ class Fragment:
         return self._views_of(flat) if kept is None else kept[1]
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """Returns new views of a (numel) tensor in the shapes of the parameters, in their memory order."""
         sizes = [shape.numel() for shape in self._shapes]
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), self._shapes, strict=True)]
 
@@ -332,6 +333,11 @@ class Fragment:
         return self._found[1]
 
     def _locals_now(self) -> list[Tensor]:
+        """Returns what `_locals` returns, without the cache.
+
+        Raises:
+            RuntimeError: A parameter has another dtype, shape or memory order than at the start.
+        """
         views = [local_of(parameter) for parameter in self._parameters]
         for name, view, before in zip(self.names, views, self._forms, strict=True):
             if (now := _form_of(view)) != before:
@@ -370,11 +376,13 @@ def local_of(parameter: Tensor) -> Tensor:
 
 
 def _form_of(tensor: Tensor) -> _Form:
+    """Returns dtype, shape and memory order of a tensor."""
     dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.dtype, tuple(tensor.shape), tuple(dim for dim in dims if tensor.shape[dim] != 1)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Returns a view with the dimensions sorted by stride, largest first, so that a dense tensor is contiguous."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 

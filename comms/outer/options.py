@@ -67,7 +67,7 @@ def refuse_unfit(config: Config) -> None:
     """
     if config.join is not None:
         raise ValueError(
-            f"`elastic` is {config.join!r}, and nobody can join Outer's exchanges while they run: leave it out"
+            f"`elastic` is {config.join!r}, and no rank can join Outer's exchanges while they run: leave it out"
         )
     if not config.sums.average or config.sums.kind != "sum":
         raise ValueError(f"`reduction` is {config.reduction!r}, and Outer averages parameters: leave it out")

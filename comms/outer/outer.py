@@ -58,7 +58,7 @@ from gradwire.topology.cluster import LEVEL_NAMES
 
 log = logging.getLogger("gradwire")
 
-COUNCIL = "outer_council"
+AGREEMENT = "outer_agreement"
 """Prefix of the store's keys for agreements of all ranks."""
 
 ELASTIC = "outer_elastic"
@@ -127,9 +127,9 @@ class Outer(TrainingState[AveragingSession]):
 
     OPTIONS = tuple(dict.fromkeys((*OF_EXCHANGES, *INSIDE_ONLY)))
     MARK = OUTER
-    NOT_CONNECTED = "Outer has not connected its ranks: {call} has nothing to say yet"
+    NOT_CONNECTED = "Outer has not connected its ranks: {call} is not available yet"
 
-    samples = refused("samples", "exchanges weigh all ranks alike; deal them equal shares of the data")
+    samples = refused("samples", "exchanges weigh all ranks equally; give them equal shares of the data")
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class Outer(TrainingState[AveragingSession]):
         **options: object,
     ) -> None:
         # Check everything that this rank can check by itself, before it waits for others.
-        said = {"every": every, "fragments": fragments, "delay": delay}
-        given = {name: value for name, value in said.items() if value is not None}
+        schedule = {"every": every, "fragments": fragments, "delay": delay}
+        given = {name: value for name, value in schedule.items() if value is not None}
         settings = provisional(
             given, lr=lr, momentum=momentum, nesterov=nesterov, warmup_steps=warmup_steps, warmup_every=warmup_every
         )
@@ -173,7 +173,7 @@ class Outer(TrainingState[AveragingSession]):
         if others := left_alone(inner, optimizers):
             log.warning(
                 "%d parameters that want a gradient (%s%s) are in no `optimizer` of Outer, so they are not exchanged: "
-                "where another optimizer trains them, give Outer all of them, as a list",
+                "if another optimizer trains them, give Outer all optimizers, as a list",
                 len(others),
                 ", ".join(others[:3]),
                 ", ..." if len(others) > 3 else "",
@@ -186,9 +186,9 @@ class Outer(TrainingState[AveragingSession]):
         super().__init__(replace(config, plan=PlanChoice("hierarchical", config.chunks)) if auto else config)
         # Compare the arguments of all ranks, and find this rank's worker and the ranks that it exchanges with.
         ranks = meet(world, config)
-        store = PrefixStore(SessionRanks.name_in(world, COUNCIL), ranks.plain_store)
+        store = PrefixStore(SessionRanks.name_in(world, AGREEMENT), ranks.plain_store)
         agreement = agreement_of(store, ranks.rank, ranks.size, config.timeout, ranks.peer_wait().exited_among)
-        facts = facts_of(settings, inside, model, trained) | {name: repr(value) for name, value in said.items()}
+        facts = facts_of(settings, inside, model, trained) | {name: repr(value) for name, value in schedule.items()}
         agreement.compare(facts, "make the same model and optimizer everywhere, and give Outer the same arguments")
         group, own_worker = peers_of(model, trained, inside, agreement)
         if own_worker is not None or inside == NONE:
@@ -214,7 +214,7 @@ class Outer(TrainingState[AveragingSession]):
         if config.elastic and (own_worker is not None or any(len(worker) > 1 for worker in self._workers)):
             self._leave()
             raise ValueError(
-                "`elastic` is set, and a worker has several ranks, of which one alone may be lost; wanted workers of "
+                "`elastic` is set, and a worker has several ranks, of which one alone may fail; wanted workers of "
                 'one rank: nodes of one rank, or inside="none"'
             )
         # Cut the model into fragments, by a provisional schedule if some settings are still to be chosen.
@@ -244,7 +244,7 @@ class Outer(TrainingState[AveragingSession]):
                 lambda settings: cut_into_fragments(trained, settings, nbytes),
             )
         # Give all ranks rank 0's values: trained parameters by the exchange, all others by a broadcast.
-        self.exchange.start_alike([local_of(each) for _, each in trained])
+        self.exchange.copy_from_first_rank([local_of(each) for _, each in trained])
         wanted = {id(each) for _, each in trained}
         frozen = [each for each in inner.parameters() if id(each) not in wanted]
         whole = [each for each in [*frozen, *inner.buffers()] if not isinstance(each, DTensor)]
@@ -259,6 +259,15 @@ class Outer(TrainingState[AveragingSession]):
     def _connect(
         self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]
     ) -> tuple[AveragingSession, FailurePolicy | None]:
+        """Connects the ranks that exchange with this one.
+
+        Args:
+            group: Ranks that hold the same parameters or shards as this one.
+            trained: (Name, parameter) pairs that are exchanged.
+
+        Returns:
+            The session of these ranks; and, in elastic training, the failure policy of its communicator, else None.
+        """
         self._group = group
         self._exchanged = replace(
             self.config.only(OF_EXCHANGES),
@@ -289,7 +298,7 @@ class Outer(TrainingState[AveragingSession]):
         self._resilient_ops = ResilientOps(membership, communicator, unheld(self._rebuild), self.config.timeout)
         weakref.finalize(self, self._resilient_ops.close)
         self.exchange.survive(self._resilient_ops)
-        self.exchange.averaging.agreement = self._council(communicator, first)
+        self.exchange.averaging.agreement = self._agreement_of(communicator, first)
 
     def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
         """Connects the surviving ranks, and returns their communicator.
@@ -305,13 +314,18 @@ class Outer(TrainingState[AveragingSession]):
         connection.watch_steps(previous)
         connection.observer.phase = "exchange"
         self._connection, communicator = connection, connection.communicator
-        self.exchange.reconnect(connection, self._council(communicator, failure_policy))
+        self.exchange.reconnect(connection, self._agreement_of(communicator, failure_policy))
         self._workers = workers_in(communicator.cluster, NONE)
         return communicator
 
-    def _council(self, communicator: Communicator, failure_policy: FailurePolicy) -> Agreement:
-        """Returns what the ranks of one generation decide by, through the store; it does not wait for failed ranks."""
-        store = failure_policy.polling(PrefixStore(COUNCIL, communicator.plain_store))
+    def _agreement_of(self, communicator: Communicator, failure_policy: FailurePolicy) -> Agreement:
+        """Makes the agreement of the ranks of one generation; it does not wait for ranks that have failed.
+
+        Args:
+            communicator: Communicator of these ranks.
+            failure_policy: Failure policy of the same generation, which ends waits for failed ranks.
+        """
+        store = failure_policy.polling(PrefixStore(AGREEMENT, communicator.plain_store))
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
@@ -332,6 +346,7 @@ class Outer(TrainingState[AveragingSession]):
         return own
 
     def _step_ended(self) -> None:
+        """Counts a step of training: starts and applies exchanges, or measures it while settings are to be chosen."""
         self._began = self._began or time.perf_counter()
         if self._choice is None or self._choice.is_made:
             self.exchange.step_ended()
@@ -347,7 +362,7 @@ class Outer(TrainingState[AveragingSession]):
         worker's own otherwise. All ranks call it; ranks that have begun fewer exchanges catch up.
 
         Raises:
-            RuntimeError: A rank did not come within the time-out; or, on all ranks, a parameter is not finite.
+            RuntimeError: A rank did not arrive within the time-out; or, on all ranks, a parameter is not finite.
         """
         self._finish_step()
         buffers = [each for each in self._inner.buffers() if each.is_floating_point() and not isinstance(each, DTensor)]
@@ -400,7 +415,7 @@ class Outer(TrainingState[AveragingSession]):
         )
 
     def trace(self, file: str | Path, steps: int = 20) -> None:
-        """Writes a timeline of all ranks' next exchanges into one file; see `HookState.trace`.
+        """Writes a timeline of all ranks' next exchanges into one JSON file in Chrome's trace format.
 
         Args:
             file: JSON file, written by rank 0.
@@ -412,13 +427,13 @@ class Outer(TrainingState[AveragingSession]):
             RuntimeError: There is only one worker, or a trace is already being made.
         """
         if self._resilient_ops is not None:
-            raise ValueError("`elastic` is set, and ranks that are lost would end a timeline: leave one of the two out")
+            raise ValueError("`elastic` is set, and a rank failure would end a timeline: leave one of the two out")
         if self.exchange.averaging.alone:
             raise RuntimeError("Outer has one worker: there are no exchanges to trace; see `outer.hook.trace()`")
         super().trace(file, steps)
 
     def gathered_state_dict(self, *, on_all_ranks: bool = False) -> Checkpoint:
-        """Returns the states of all ranks in one; see `HookState.gathered_state_dict`.
+        """Gathers the states of all ranks into one, which can be saved in a single file; all ranks call it.
 
         Args:
             on_all_ranks: True returns it on every rank, False on rank 0 only.
@@ -427,7 +442,7 @@ class Outer(TrainingState[AveragingSession]):
             ValueError: `model` is sharded, or ranks have failed.
         """
         if self._sharded or self._connected("gathered_state_dict()").group is None:
-            why = "`model` is sharded" if self._sharded else "ranks were lost"
+            why = "`model` is sharded" if self._sharded else "ranks have failed"
             raise ValueError(f"{why}: each rank saves its own state_dict(), beside its part of the model")
         return super().gathered_state_dict(on_all_ranks=on_all_ranks)
 
@@ -463,7 +478,7 @@ class Outer(TrainingState[AveragingSession]):
         different parameters between exchanges, so every worker saves its own model and optimizer, too.
 
         Raises:
-            RuntimeError: A rank did not come within the time-out; or the exchange in flight failed.
+            RuntimeError: A rank did not arrive within the time-out; or the exchange in flight failed.
         """
         self._finish_step()
         return super().state_dict()
@@ -496,9 +511,9 @@ class Outer(TrainingState[AveragingSession]):
             if not own:
                 raise ValueError("`state` has no entries of gradwire's Outer: wanted what Outer.state_dict() returned")
             found = {key.removeprefix(OUTER): value for key, value in own.items()}
-        except Exception as error:  # noqa: BLE001 - raised by `exchange.load_state_dict`, after it has told the others
+        except Exception as error:  # noqa: BLE001 - raised by `exchange.load_state_dict`, once the others know of it
             found = error
-        # Restore the choice of the schedule and the exchange. If the exchange refuses, the choice is told to undo.
+        # Restore the choice of the schedule, then the exchange. If the exchange refuses, the choice is undone.
         choice, refused = self._choice, False
         if choice is not None:
             found = choice.load(found)
@@ -538,12 +553,19 @@ def _fail_together(workers: Communicator, inside: Communicator) -> None:
         inside: Communicator of this rank's worker.
     """
     for failing, where, left in ((inside, "inside its worker", workers), (workers, "in an exchange", inside)):
-        failing.executor.failures.tell = partial(_give_up, weakref.ref(left), where)
+        failing.executor.failures.notify = partial(_abort_with, weakref.ref(left), where)
 
 
-def _give_up(left: "weakref.ref[Communicator]", where: str, error: CollectiveError) -> None:
-    if (communicator := left()) is not None:
-        communicator.abort(f"rank {communicator.rank} has given up {where}: {error}")
+def _abort_with(other: "weakref.ref[Communicator]", where: str, error: CollectiveError) -> None:
+    """Aborts the other communicator of this rank, unless it was collected.
+
+    Args:
+        other: The communicator to abort.
+        where: Place of the failure for the message: `inside its worker` or `in an exchange`.
+        error: The failure.
+    """
+    if (communicator := other()) is not None:
+        communicator.abort(f"rank {communicator.rank} has aborted {where}: {error}")
 
 
 def _wait_in_turn(device: torch.device, *unused: object) -> None:

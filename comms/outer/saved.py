@@ -107,6 +107,7 @@ def read(state: StateDict, fragments: Sequence[Fragment], settings: OuterSetting
 
 
 def _flats(fragment: Fragment, state: StateDict) -> tuple[Tensor, Tensor | None]:
+    """Reads a fragment's (anchor, momentum) from a state, each (numel); momentum is None if the fragment keeps none."""
     anchor = _flat(fragment, "anchor", state)
     if fragment.momentum is None:
         return anchor, None
@@ -116,6 +117,16 @@ def _flats(fragment: Fragment, state: StateDict) -> tuple[Tensor, Tensor | None]
 
 
 def _flat(fragment: Fragment, kind: str, state: StateDict) -> Tensor:
+    """Reads a fragment's tensor from a state into a new (numel) tensor.
+
+    Args:
+        fragment: The fragment.
+        kind: `anchor` or `momentum`.
+        state: The state.
+
+    Raises:
+        ValueError: A parameter's tensor is missing, has another dtype or shape, or is not finite.
+    """
     flat = torch.empty_like(fragment.anchor)
     for name, view in zip(fragment.names, fragment.views(flat), strict=True):
         value = state.get(f"{kind}{SEPARATOR}{name}")

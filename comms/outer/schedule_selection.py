@@ -29,7 +29,7 @@ log = logging.getLogger("gradwire")
 CHOSEN = ("every", "fragments", "delay")
 """Names of the settings that may be chosen."""
 
-LOOK_STEPS, START_UP_STEPS = 8, 2
+MEASURED_STEPS, START_UP_STEPS = 8, 2
 """Steps before the choice, and how many of them are not measured because they include start-up work."""
 
 FILL = 0.5
@@ -91,19 +91,19 @@ def choose(
         is the longest that costs little quality, and ranks will wait for exchanges.
     """
     # The smallest `every` for which the link is not too full.
-    said = dict(given or {})
+    fixed = dict(given or {})
     wire = link.wire_seconds
-    least = max(least_every, said.get("fragments", 1) * max(said.get("delay", 1), 1))
-    every = said.get("every")
+    least = max(least_every, fixed.get("fragments", 1) * max(fixed.get("delay", 1), 1))
+    every = fixed.get("every")
     least = max(least, min(math.ceil(wire / (FILL * step_seconds)), MOST_EVERY))
     choices = [every] if every is not None else range(least, max(MOST_EVERY, least) + 1)
     # For each `every`, try all numbers of fragments, with the shortest delay in which a fragment arrives.
     for number in choices:
         fitting = []
-        for fragments in [said["fragments"]] if "fragments" in said else range(1, min(number, parameters) + 1):
+        for fragments in [fixed["fragments"]] if "fragments" in fixed else range(1, min(number, parameters) + 1):
             needed = max(1, math.ceil((wire / fragments + link.trip_seconds) / step_seconds))
-            delay = said.get("delay", needed)
-            late = "delay" not in said and delay > 1 and LEAST_TURNS * delay > number
+            delay = fixed.get("delay", needed)
+            late = "delay" not in fixed and delay > 1 and LEAST_TURNS * delay > number
             if fragments * delay <= number and wire <= FILL * number * step_seconds and not late:
                 fitting.append((delay, number % fragments > 0, fragments))
         if fitting:
@@ -111,9 +111,9 @@ def choose(
             return number, fragments, delay
     # No schedule fits: take the largest `every` and the longest acceptable delay.
     number = choices[-1]
-    fragments = said.get("fragments", min(LEAST_TURNS, number, parameters, number // max(said.get("delay", 1), 1)))
+    fragments = fixed.get("fragments", min(LEAST_TURNS, number, parameters, number // max(fixed.get("delay", 1), 1)))
     longest = min(number // fragments, max(1, number // LEAST_TURNS))
-    return number, fragments, said.get("delay", longest)
+    return number, fragments, fixed.get("delay", longest)
 
 
 class ScheduleSelection:
@@ -146,13 +146,13 @@ class ScheduleSelection:
         self._link = link
         self._cut = cut
         self._before: tuple[OuterSettings, tuple[Fragment, ...]] | None = None
-        self._ends: deque[float] = deque(maxlen=LOOK_STEPS + 1 - START_UP_STEPS)
+        self._ends: deque[float] = deque(maxlen=MEASURED_STEPS + 1 - START_UP_STEPS)
 
     def step_ended(self) -> None:
-        """Measures a step; after `LOOK_STEPS` steps all ranks choose."""
+        """Measures a step; after `MEASURED_STEPS` steps all ranks choose."""
         self._exchange.steps += 1
         self._ends.append(time.perf_counter())
-        if self._exchange.steps >= LOOK_STEPS:
+        if self._exchange.steps >= MEASURED_STEPS:
             self.make()
 
     def make(self) -> None:
@@ -164,8 +164,9 @@ class ScheduleSelection:
         exchange, link = self._exchange, self._link()
         seconds = [after - before for before, after in pairwise(self._ends)]
         own = statistics.median(seconds) if len(seconds) > 1 else 0.0
-        said = exchange.averaging.agreement.gather([own, link.wire_seconds, link.trip_seconds])
-        step, wire, trips = (max(column) for column in zip(*said, strict=True))
+        # The slowest rank's values count, so that all ranks choose the same.
+        measured = exchange.averaging.agreement.gather([own, link.wire_seconds, link.trip_seconds])
+        step, wire, trips = (max(column) for column in zip(*measured, strict=True))
         if step == 0.0:
             return
         names = sum(len(fragment.names) for fragment in exchange.fragments)
@@ -173,9 +174,9 @@ class ScheduleSelection:
         found = choose(OuterLink(wire, trips), step, names, self._given, least)
         self.reason = (
             f"a step takes {1e3 * step:.3g} ms, all of an exchange {1e3 * wire:.3g} ms at the link's rate and "
-            f"{1e3 * trips:.3g} ms of trips"
+            f"{1e3 * trips:.3g} ms of latency"
         )
-        self._take_up(dict(zip(CHOSEN, found, strict=True)))
+        self._adopt(dict(zip(CHOSEN, found, strict=True)))
         if exchange.averaging.agreement.rank == 0:
             log.info("Outer exchanges %s: %s", describe(exchange.settings), self.reason)
 
@@ -192,10 +193,10 @@ class ScheduleSelection:
         saved: dict[str, int] = {}
         if not isinstance(state, Exception) and state.get("chosen"):
             saved = {name: value for name in CHOSEN if isinstance(value := state.get(name), int)} | self._given
-        said = self._exchange.averaging.agreement.gather(sorted(saved.items()))
+        saved_on_ranks = self._exchange.averaging.agreement.gather(sorted(saved.items()))
         if isinstance(state, Exception):
             return state
-        if any(each != said[0] for each in said) or len(saved) not in (0, len(CHOSEN)):
+        if any(each != saved_on_ranks[0] for each in saved_on_ranks) or len(saved) not in (0, len(CHOSEN)):
             return ValueError(
                 "`state` was saved with other settings on another rank, or before they were chosen there, or does not "
                 "fit there; wanted states that all ranks saved in one call"
@@ -206,7 +207,7 @@ class ScheduleSelection:
             )
         if saved and not self.is_made:
             self._before = self._exchange.settings, self._exchange.fragments
-            self._take_up(saved)
+            self._adopt(saved)
             self.reason = "as in the state that was loaded"
         return state
 
@@ -222,7 +223,8 @@ class ScheduleSelection:
         self._before = None
 
     @torch.no_grad()
-    def _take_up(self, chosen: Mapping[str, int]) -> None:
+    def _adopt(self, chosen: Mapping[str, int]) -> None:
+        """Divides the model again, by the chosen settings, keeps the anchors, and sets `is_made`."""
         exchange = self._exchange
         every, fragments, delay = (chosen[name] for name in CHOSEN)
         settings = replace(exchange.settings, every=every, fragments=fragments, delay=delay)

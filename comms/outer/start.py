@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.comms.attach import look_inside
+from gradwire.comms.attach import unwrap
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
 from gradwire.comms.boundary.messages import MessageType
@@ -41,7 +41,7 @@ def facts_of(
     wanted = {id(each) for _, each in trained}
     facts = {name: repr(value) for name, value in asdict(settings).items()}
     facts["inside"] = repr(inside)
-    facts["model"] = "in DDP" if isinstance(look_inside(model), DistributedDataParallel) else "a module"
+    facts["model"] = "in DDP" if isinstance(unwrap(model), DistributedDataParallel) else "a module"
     for name, each in inner.named_parameters():
         how = "trained" if id(each) in wanted else "not trained"
         sharded = ", sharded" if isinstance(each, DTensor) else ""
@@ -65,8 +65,8 @@ def copy_from_rank_0(tensors: Sequence[Tensor], device: torch.device, agreement:
     digests = [hashlib.sha256(_bytes_of(each).cpu().numpy().tobytes()).hexdigest()[:16] for each in tensors]
     if len(set(agreement.gather(hashlib.sha256(repr(digests).encode()).hexdigest()))) == 1:
         return
-    said = [_DIGESTS.read(word) for word in agreement.gather(json.dumps(digests))]
-    differ = [each for number, each in enumerate(tensors) if len({word[number] for word in said}) > 1]
+    digests_of_ranks = [_DIGESTS.read(word) for word in agreement.gather(json.dumps(digests))]
+    differ = [each for number, each in enumerate(tensors) if len({word[number] for word in digests_of_ranks}) > 1]
     # Broadcast the differing tensors, several at a time.
     packs: list[list[Tensor]] = [[]]
     for each in differ:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwire.comms.attach import look_inside
+from gradwire.comms.attach import unwrap
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
 from gradwire.comms.boundary.messages import MessageType, Rank
@@ -31,7 +31,7 @@ def model_inside(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: A DDP model is only a part of `model`.
     """
-    found = look_inside(model)
+    found = unwrap(model)
     inner = found.module if isinstance(found, DistributedDataParallel) else model
     path = next((path for path, each in inner.named_modules() if isinstance(each, DistributedDataParallel)), None)
     if path is not None:
@@ -89,7 +89,7 @@ def peers_of(
     assert world is not None
     # Find this rank's worker: the ranks over which the model is in DDP, or sharded. A plain module has none.
     sharded = [each for _, each in trained if isinstance(each, DTensor)]
-    wrapped = look_inside(model)
+    wrapped = unwrap(model)
     if isinstance(wrapped, DistributedDataParallel):
         worker = frozenset(dist.get_process_group_ranks(wrapped.process_group))
         what = (
@@ -111,8 +111,8 @@ def peers_of(
         raise ValueError(
             "`model` has parameters that are sharded and others that are not: call fully_shard on all of it"
         )
-    said = [_SHARDS.read(word) for word in agreement.gather(json.dumps([_shard_key(sharded), sorted(worker)]))]
-    groups = shard_groups([(key, tuple(ranks)) for key, ranks in said])
+    own_shards = json.dumps([_shard_key(sharded), sorted(worker)])
+    groups = shard_groups([_SHARDS.read(text) for text in agreement.gather(own_shards)])
     own: dist.ProcessGroup | None = None
     for ranks in groups:
         made = dist.new_group(ranks)
@@ -121,19 +121,21 @@ def peers_of(
     return own, worker
 
 
-def shard_groups(said: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]:
+def shard_groups(holdings: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]:
     """Returns groups of ranks that hold the same shards.
 
     Args:
-        said: (Key of its shards, ranks of its worker) of each rank.
+        holdings: (Key of its shards, ranks of its worker) of each rank, in rank order.
 
     Raises:
         ValueError: A group has no rank of some worker: workers have different sizes or are sharded differently.
     """
-    groups = {key: [rank for rank, (each, _) in enumerate(said) if each == key] for key, _ in dict.fromkeys(said)}
-    workers = {worker for _, worker in said}
+    groups = {
+        key: [rank for rank, (each, _) in enumerate(holdings) if each == key] for key, _ in dict.fromkeys(holdings)
+    }
+    workers = {worker for _, worker in holdings}
     for ranks in groups.values():
-        if {said[rank][1] for rank in ranks} != workers:
+        if {holdings[rank][1] for rank in ranks} != workers:
             sizes = ", ".join(str(len(worker)) for worker in sorted(workers))
             raise ValueError(
                 f"`model` is sharded over workers of {sizes} ranks, and no rank of some worker holds the shards of "
@@ -188,8 +190,8 @@ def workers_given(group: dist.ProcessGroup, own: frozenset[int], agreement: Agre
     Returns:
         For each worker those of its ranks that are in `group`, numbered in the default group.
     """
-    said = agreement.gather(sorted(own))
+    worker_of_rank = agreement.gather(sorted(own))
     workers: dict[str, list[int]] = {}
     for rank in dist.get_process_group_ranks(group):
-        workers.setdefault(repr(said[rank]), []).append(rank)
+        workers.setdefault(repr(worker_of_rank[rank]), []).append(rank)
     return [tuple(worker) for worker in workers.values()]

@@ -23,7 +23,7 @@ class FailureHandler:
 
     Attributes:
         error: The first failure: a diagnosis, or what `give_up` was given; None as long as nothing has failed.
-        tell: Called once with the diagnosis, for ranks that wait for this one outside of the groups.
+        notify: Called once with the diagnosis, for ranks that wait for this one outside of the groups.
         wake: Called before the other ranks are asked, to end waits for this rank that `groups` knows nothing of.
     """
 
@@ -37,7 +37,7 @@ class FailureHandler:
         self.error: CollectiveError | None = None
         # An atomic call decides which failure is first: a finalizer that the garbage collector runs may give up, too.
         self._first: dict[str, CollectiveError] = {}
-        self.tell: Callable[[CollectiveError], object] = lambda error: None
+        self.notify: Callable[[CollectiveError], object] = lambda error: None
         self.wake: Callable[[], object] = lambda: None
         self._groups = groups
         self._reporter = reporter
@@ -65,7 +65,7 @@ class FailureHandler:
             first()
             found = self.error = self._first.setdefault("error", self._diagnose(where, members, error))
             log.error("%s", found)
-        self.tell(found)
+        self.notify(found)
         return found
 
     def give_up(self, error: CollectiveError) -> None:

@@ -19,11 +19,11 @@ class FusedCodec(Codec, Protocol):
     """
 
     def encode(self, flat: Tensor, payload: Tensor) -> None:
-        """See `Codec.encode`."""
+        """Encodes `flat`, 1-D float32, into `payload` without a residual, by `encode_residual`."""
         self.encode_residual(flat, None, None, payload)
 
     def decode(self, payload: Tensor, flat: Tensor) -> None:
-        """See `Codec.decode`."""
+        """Overwrites `flat`, 1-D float32, with the approximation in `payload`, by `decode_reduce` of one payload."""
         self.decode_reduce(payload.unsqueeze(0), None, flat)
 
     @abstractmethod
@@ -108,13 +108,13 @@ class InPieces(PieceCodec):
         self._fused = codec if isinstance(codec, FusedCodec) else None
 
     def wire_nbytes(self, numel: int) -> int:
-        """See `Codec.wire_nbytes`."""
+        """Returns the bytes of the payload of `numel` elements, as the adapted codec does."""
         return self._codec.wire_nbytes(numel)
 
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
     ) -> None:
-        """See `FusedCodec.encode_residual`."""
+        """Encodes flat + residual and stores the compression error, in separate steps unless the codec fuses them."""
         payload.zero_()
         if self._fused is not None:
             self._fused.encode_residual(flat, residual, new_residual, payload)
@@ -127,7 +127,7 @@ class InPieces(PieceCodec):
             torch.sub(p, decoded, out=new_residual)
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
-        """See `FusedCodec.decode_reduce`."""
+        """Writes `addend` plus the decoded payloads, added in their order, into `flat`."""
         if self._fused is not None:
             self._fused.decode_reduce(payloads, addend, flat)
             return
@@ -140,7 +140,7 @@ class InPieces(PieceCodec):
     def encode_pieces(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
-        """See `PieceCodec.encode_pieces`."""
+        """Encodes one run of `width` elements after the other into its row of `payloads`."""
         for start, row in zip(range(0, flat.numel(), width), payloads, strict=False):
             run = slice(start, start + width)
             piece = flat[run]
@@ -148,7 +148,7 @@ class InPieces(PieceCodec):
             self.encode_residual(piece, old, new, row[: self.wire_nbytes(piece.numel())])
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
-        """See `PieceCodec.decode_pieces`."""
+        """Decodes one row of `payloads` after the other into its run of `width` elements of `flat`."""
         for start, row in zip(range(0, flat.numel(), width), payloads, strict=False):
             piece = flat[start : start + width]
             self._codec.decode(row[: self.wire_nbytes(piece.numel())], piece)
@@ -156,7 +156,7 @@ class InPieces(PieceCodec):
     def reduce_encode(
         self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
-        """See `PieceCodec.reduce_encode`."""
+        """Decodes and sums all payloads, then encodes the sum plus `residual` into `reduced`."""
         total = torch.empty(numel, dtype=torch.float32, device=payloads.device)
         self.decode_reduce(payloads, None, total)
         self.encode_residual(total, residual, new_residual, reduced)
@@ -176,30 +176,30 @@ class BlockCodec(BlockFormat, PieceCodec):
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
     ) -> None:
-        """See `FusedCodec.encode_residual`."""
+        """Encodes flat + residual into `payload`, as a single piece; does nothing for an empty tensor."""
         if flat.numel():
             self.encode_pieces(flat, residual, new_residual, payload.unsqueeze(0), flat.numel())
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
-        """See `FusedCodec.decode_reduce`."""
+        """Writes `addend` plus the decoded payloads into `flat`, by the kernels of its device."""
         if flat.numel():
             KERNELS_ON[flat.device.type].decode_reduce(self, payloads, addend, flat)
 
     def encode_pieces(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
-        """See `PieceCodec.encode_pieces`."""
+        """Encodes each run of `width` elements into its row of `payloads`, by the kernels of its device."""
         if flat.numel():
             KERNELS_ON[flat.device.type].encode_pieces(self, flat, residual, new_residual, payloads, width)
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
-        """See `PieceCodec.decode_pieces`."""
+        """Decodes each row of `payloads` into its run of `width` elements, by the kernels of its device."""
         if flat.numel():
             KERNELS_ON[flat.device.type].decode_pieces(self, payloads, flat, width)
 
     def reduce_encode(
         self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
-        """See `PieceCodec.reduce_encode`."""
+        """Encodes the sum of the decoded payloads plus `residual`, by the kernels of their device."""
         if numel:
             KERNELS_ON[payloads.device.type].reduce_encode(self, payloads, residual, new_residual, reduced, numel)

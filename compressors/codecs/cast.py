@@ -49,22 +49,22 @@ class CastCodec(BlockCodec):
         return self.name == "float16", self.scale
 
     def wire_nbytes(self, numel: int) -> int:
-        """See `Codec.wire_nbytes`."""
+        """Returns the bytes of a payload: two for each element."""
         return 2 * numel
 
     def torch_input(self, gradient: Tensor, residual: Tensor | None) -> Tensor:
-        """See `BlockFormat.torch_input`: scale * gradient + residual."""
+        """Returns scale * gradient + residual: the values that are cast."""
         p = gradient * self.scale
         return p if residual is None else p + residual
 
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
-        """See `BlockFormat.torch_encode`: the values."""
+        """Writes the values in the 16-bit dtype to `payload`, and returns what they decode to."""
         values = payload.view(self.dtype)
         values.copy_(p)
         return values.float()
 
     def torch_add(self, payload: Tensor, total: Tensor) -> None:
-        """See `BlockFormat.torch_add`."""
+        """Adds the decoded values of `payload` to `total`, in place."""
         total += payload[: 2 * total.numel()].view(self.dtype).float()
 
 
@@ -92,17 +92,17 @@ class Cast(TwoStage):
 
     @property
     def by_element(self) -> bool:
-        """See `CompressorTraits.by_element`."""
+        """True without a residual: each element is rounded by itself, so a bucket may be cut anywhere."""
         return not self.residual
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
-        """See `Compressor.wire_nbytes`."""
+        """Returns the bytes that one rank sends; with `plain` those of a ring all-reduce of 16-bit values."""
         if self.plain:
             return round(2 * (group_size - 1) / group_size * 2 * layout.numel)
         return super().wire_nbytes(layout, group_size)
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
-        """See `Compressor.all_reduce`."""
+        """Replaces `shard` by its approximate sum; with `plain` the sum of the rounded values, in 16 bits."""
         if not self.plain or group.size == 1 or self.step < self.warmup_steps or not shard.numel():
             yield from super().all_reduce(shard, layout, group)
             return

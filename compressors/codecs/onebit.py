@@ -54,11 +54,11 @@ class OneBitCodec(BlockCodec):
 
     @lru_cache(maxsize=1024)  # noqa: B019 - codecs are values, and every step asks for the same lengths
     def wire_nbytes(self, numel: int) -> int:
-        """See `Codec.wire_nbytes`: a float32 scale for each block, and a bit for each element."""
+        """Returns the bytes of a payload: a float32 scale for each block, and a bit for each element."""
         return -(-numel // ONEBIT_BLOCK) * 4 + -(-numel // 8)
 
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
-        """See `BlockFormat.torch_encode`: the float32 scales of the blocks, then the signs (1 where p >= 0).
+        """Writes the blocks' float32 scales, then the signs (1 where p >= 0), and returns the decoded values.
 
         Of eight signs in a byte the first is the lowest bit.
         """
@@ -72,7 +72,7 @@ class OneBitCodec(BlockCodec):
         return torch.where(signs, magnitudes, -magnitudes)
 
     def torch_add(self, payload: Tensor, total: Tensor) -> None:
-        """See `BlockFormat.torch_add`."""
+        """Adds the decoded values of `payload`, plus or minus the scale of their block, to `total`, in place."""
         numel = total.numel()
         blocks = -(-numel // ONEBIT_BLOCK)
         scales = payload[: 4 * blocks].clone().view(torch.float32)
@@ -126,30 +126,30 @@ class OneBit(TwoStage):
             self.fields["scale"] = self.scale
 
     def shared(self) -> Sequence[ElementStore]:
-        """See `CompressorTraits.shared`: the scales, and the sums that they are made of."""
+        """Returns the store of the elements' scales (before they are fixed, of the sums that they are made of)."""
         return () if self.scale is None else (self.scale,)
 
     def scales_of(self, layout: Layout, device: torch.device) -> Tensor | None:
-        """See `TwoStage.scales_of`."""
+        """Returns the usual magnitude of each element, (layout.numel) float32; None without a dense start."""
         if self.scale is None:
             return None
         frozen = self.step >= self.warmup_steps
         return self.scale.scales(layout, device) if frozen else self.scale.read(layout, device)
 
     def element_scales(self) -> Iterable[Piece]:
-        """See `Stateful.element_scales`."""
+        """Yields the elements' scales once they are fixed: stored residuals are divided by them."""
         if self.scale is not None and self.step >= self.warmup_steps:
             yield from (
                 replace(each, value=each.value.masked_fill(each.value == 0.0, 1.0)) for each in self.scale.pieces()
             )
 
     def observe(self, total: Tensor, layout: Layout) -> None:
-        """See `TwoStage.observe`."""
+        """Adds the sum of a dense step to the magnitudes from which the elements' scales are made."""
         if self.scale is not None:
             self.scale.observe(layout, total)
 
     def end_step(self, finite: bool | Tensor) -> None:
-        """See `Compressor.end_step`; after the last dense step the elements' scales are fixed."""
+        """Commits or drops the staged state; after the last dense step the elements' scales are fixed."""
         super().end_step(finite)
         if self.scale is not None:
             self.scale.confirm()
@@ -157,7 +157,7 @@ class OneBit(TwoStage):
                 self.scale.freeze(revocable=isinstance(finite, Tensor))
 
     def retract_step(self) -> None:
-        """See `Compressor.retract_step`; unused scales become sums again, and the dense start goes on."""
+        """Takes the last step out of the count; scales that it fixed become sums again, and the dense start goes on."""
         super().retract_step()
         if self.scale is not None:
             self.scale.revoke()

@@ -41,11 +41,11 @@ class QuantizeCodec(BlockCodec):
 
     @lru_cache(maxsize=1024)  # noqa: B019 - codecs are values, and every step asks for the same lengths
     def wire_nbytes(self, numel: int) -> int:
-        """See `Codec.wire_nbytes`: two float32 for each block, and `bits` for each element."""
+        """Returns the bytes of a payload: two float32 for each block, and `bits` for each element."""
         return -(-numel // QUANTIZE_BLOCK) * 8 + -(-numel * self.bits // 8)
 
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
-        """See `BlockFormat.torch_encode`: (step, low) in float32 for each block, then the codes.
+        """Writes (step, low) in float32 for each block, then the codes, and returns the decoded values.
 
         Of two 4-bit codes in a byte the even element's is the lower. An element decodes to low + code * step.
         """
@@ -75,7 +75,7 @@ class QuantizeCodec(BlockCodec):
         return decoded
 
     def torch_add(self, payload: Tensor, total: Tensor) -> None:
-        """See `BlockFormat.torch_add`."""
+        """Adds the decoded values of `payload`, low + step * code, to `total`, in place."""
         numel = total.numel()
         blocks = -(-numel // QUANTIZE_BLOCK)
         numbers = payload[: 8 * blocks].clone().view(torch.float32).view(blocks, 2)
@@ -109,7 +109,7 @@ class Quantize(TwoStage):
         self.seed = seed
 
     def random_codec(self, layout: Layout, rank: int) -> PieceCodec:
-        """See `TwoStage.random_codec`."""
+        """Returns a codec whose random key differs in each step, shard and rank: rounding errors are independent."""
         first = layout.slices[0]
         key = mix_key(self.seed, self.step, rank, name_key(first.name), first.parameter_start)
         return QuantizeCodec(self.bits, key)

@@ -197,12 +197,12 @@ class WaterfillCodec(BlockCodec):
 
     @lru_cache(maxsize=1024)  # noqa: B019 - codecs are values, and every step asks for the same lengths
     def wire_nbytes(self, numel: int) -> int:
-        """See `Codec.wire_nbytes`: exactly `bits` for each element in whole groups, scales included."""
+        """Returns the bytes of a payload: exactly `bits` for each element in whole groups, scales included."""
         full, rest = divmod(numel, WATERFILL_GROUP)
         return full * _record_nbytes(WATERFILL_GROUP, self.bits) + (_record_nbytes(rest, self.bits) if rest else 0)
 
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
-        """See `BlockFormat.torch_encode`: a record for each group of 16,384 elements, little-endian.
+        """Writes a record for each group of 16,384 elements, little-endian, and returns the decoded values.
 
         The upper 12 bits of its largest scale, as a float32, in a word of 32 bits, or those of NaN if it has an inf
         or a NaN; for each block a byte, how many eighths of an octave its scale lies below that, 255 for a block
@@ -218,7 +218,7 @@ class WaterfillCodec(BlockCodec):
         return decoded
 
     def torch_add(self, payload: Tensor, total: Tensor) -> None:
-        """See `BlockFormat.torch_add`."""
+        """Adds the decoded values of `payload` to `total`, in place, one group's record after the other."""
         for start, groups, numel, at in _runs(total.numel(), self.bits):
             nbytes = _record_nbytes(numel, self.bits)
             records = payload[at : at + groups * nbytes].view(groups, nbytes)

@@ -29,13 +29,13 @@ class Kernels(Protocol):
         payloads: Tensor,
         width: int,
     ) -> None:
-        """See `reference.encode_pieces`."""
+        """Encodes each run of `width` elements of gradient + residual into its row of `payloads`."""
 
     def decode_pieces(self, codec: BlockFormat, payloads: Tensor, target: Tensor, width: int) -> None:
-        """See `reference.decode_pieces`."""
+        """Decodes each row of `payloads` into its run of `width` elements of `target`."""
 
     def decode_reduce(self, codec: BlockFormat, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-        """See `reference.decode_reduce`."""
+        """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ..., in this order, into `target`."""
 
     def reduce_encode(
         self,
@@ -46,10 +46,10 @@ class Kernels(Protocol):
         reduced: Tensor,
         numel: int,
     ) -> None:
-        """See `reference.reduce_encode`."""
+        """Encodes the sum of the decoded payloads plus `residual` into `reduced`."""
 
     def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
-        """See `reference.dgc_step`."""
+        """Updates DGC's momentum and total, and moves the k largest totals out of them."""
 
     def dgc_step_many(
         self,
@@ -61,32 +61,32 @@ class Kernels(Protocol):
         indices: Tensor,
         values: Tensor,
     ) -> None:
-        """See `reference.dgc_step_many`."""
+        """Runs `dgc_step` on every parameter of a shard, each with its own k."""
 
     def dgc_sum(self, payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
-        """See `reference.dgc_sum`."""
+        """Replaces `target` by the sum of sparse payloads, in their order."""
 
     def scatter_add(self, indices: Tensor, values: Tensor, target: Tensor) -> None:
-        """See `reference.scatter_add`."""
+        """Adds `values` to `target` at `indices`, in place, in their order."""
 
     def powersgd_project(self, matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
-        """See `reference.powersgd_project`."""
+        """Adds the residual to a matrix in place, and computes its factor P from Q."""
 
     def powersgd_back_project(self, matrix: Tensor, p: Tensor, q: Tensor) -> None:
-        """See `reference.powersgd_back_project`."""
+        """Computes the factor Q of a matrix from its orthonormal P."""
 
     def powersgd_restore(
         self, matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor
     ) -> None:
-        """See `reference.powersgd_restore`."""
+        """Replaces a matrix by its approximation, and stores its compression error."""
 
     def powersgd_project_many(
         self, flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor
     ) -> None:
-        """See `reference.powersgd_project_many`."""
+        """Runs `powersgd_project` on every matrix of a shard."""
 
     def powersgd_back_project_many(self, flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
-        """See `reference.powersgd_back_project_many`."""
+        """Runs `powersgd_back_project` on every matrix of a shard."""
 
     def powersgd_restore_many(
         self,
@@ -97,10 +97,10 @@ class Kernels(Protocol):
         q_own: Tensor,
         q_sum: Tensor,
     ) -> None:
-        """See `reference.powersgd_restore_many`."""
+        """Runs `powersgd_restore` on every matrix of a shard."""
 
     def orthogonalize_many(self, matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
-        """See `reference.orthogonalize_many`."""
+        """Makes the rows of each matrix orthonormal, in place; random rows replace dependent ones."""
 
 
 class _KernelsByDevice(dict[str, Kernels]):

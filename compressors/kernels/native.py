@@ -78,7 +78,7 @@ def encode_pieces(
     payloads: Tensor,
     width: int,
 ) -> None:
-    """See `reference.encode_pieces`."""
+    """Encodes each run of `width` elements of gradient + residual into its row of `payloads`, in C++."""
     numel = gradient.numel()
     _check(numel, torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
     _check_pieces(codec, payloads, width, numel)
@@ -94,7 +94,7 @@ def encode_pieces(
 
 
 def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: int) -> None:
-    """See `reference.decode_pieces`."""
+    """Decodes each row of `payloads` into its run of `width` elements of `target`, in C++."""
     numel = target.numel()
     _check(numel, torch.float32, target=target)
     _check_pieces(codec, payloads, width, numel)
@@ -102,7 +102,7 @@ def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: i
 
 
 def decode_reduce(codec: BlockFormat, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """See `reference.decode_reduce`."""
+    """Writes `addend` plus the decoded payloads, added in their order, into `target`, in C++."""
     _check(target.numel(), torch.float32, addend=addend, target=target)
     _check_rows("payloads", payloads, codec.wire_nbytes(target.numel()))
     _loops_of(codec).decode_reduce(
@@ -123,7 +123,7 @@ def reduce_encode(
     reduced: Tensor,
     numel: int,
 ) -> None:
-    """See `reference.reduce_encode`."""
+    """Encodes the sum of the decoded payloads plus `residual` into `reduced`, in C++."""
     nbytes = codec.wire_nbytes(numel)
     _check(numel, torch.float32, residual=residual, new_residual=new_residual)
     _check(nbytes, torch.uint8, reduced=reduced)
@@ -140,7 +140,7 @@ def reduce_encode(
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
-    """See `reference.dgc_step`."""
+    """Updates DGC's momentum and total, and moves the k largest totals out of them, in C++."""
     numel, k = gradient.numel(), indices.numel()
     _check(
         numel,
@@ -174,7 +174,7 @@ dgc_step_many = partial(step_each, dgc_step)
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
-    """See `reference.scatter_add`.
+    """Adds `values` to `target` at `indices`, in place, in their order, in C++.
 
     Raises:
         IndexError: An index is outside `target`; nothing was added.
@@ -190,7 +190,7 @@ dgc_sum = partial(sum_each, scatter_add)
 
 
 def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
-    """See `reference.powersgd_project`."""
+    """Adds the residual to a matrix in place, and computes its factor P from Q."""
     (rows, columns), rank = matrix.shape, len(q)
     _check(rows * columns, torch.float32, matrix=matrix, residual=residual)
     _check(rank * columns, torch.float32, q=q)
@@ -199,7 +199,7 @@ def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tens
 
 
 def powersgd_back_project(matrix: Tensor, p: Tensor, q: Tensor) -> None:
-    """See `reference.powersgd_back_project`."""
+    """Computes the factor Q of a matrix from its orthonormal P."""
     (rows, columns), rank = matrix.shape, len(q)
     _check(rows * columns, torch.float32, matrix=matrix)
     _check(rank * columns, torch.float32, q=q)
@@ -208,7 +208,7 @@ def powersgd_back_project(matrix: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
-    """See `reference.powersgd_restore`."""
+    """Replaces a matrix by its approximation, and stores its compression error, in C++."""
     (rows, columns), rank = matrix.shape, len(p)
     _check(rows * columns, torch.float32, matrix=matrix, new_residual=new_residual)
     _check(rank * rows, torch.float32, p=p)
@@ -227,12 +227,12 @@ powersgd_restore_many = partial(restore_each, powersgd_restore)
 
 
 def orthogonalize(matrix: Tensor, key: int) -> None:
-    """See `reference.orthogonalize`."""
+    """Makes the rows of a matrix orthonormal, in place, in C++; random rows replace dependent ones."""
     _check(matrix.numel(), torch.float32, matrix=matrix)
     _native.orthogonalize(matrix.data_ptr(), matrix.shape[0], matrix.shape[1], key)
 
 
 def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
-    """See `reference.orthogonalize_many`."""
+    """Runs `orthogonalize` on one matrix after the other."""
     for matrix, key in zip(matrices, keys, strict=True):
         orthogonalize(matrix, key)

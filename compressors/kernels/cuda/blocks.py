@@ -24,7 +24,7 @@ def encode_pieces(
     payloads: Tensor,
     width: int,
 ) -> None:
-    """See `reference.encode_pieces`; one launch."""
+    """Encodes each run of `width` elements of gradient + residual into its row of `payloads`; one launch."""
     family, device, numel = family_of(codec), gradient.device, gradient.numel()
     check_tensors(device, numel, torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
     check_pieces(device, payloads, numel, width, codec.wire_nbytes(width))
@@ -38,7 +38,7 @@ def encode_pieces(
 
 
 def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: int) -> None:
-    """See `reference.decode_pieces`; one launch."""
+    """Decodes each row of `payloads` into its run of `width` elements of `target`; one launch."""
     family, device, numel = family_of(codec), target.device, target.numel()
     check_tensors(device, numel, torch.float32, target=target)
     check_pieces(device, payloads, numel, width, codec.wire_nbytes(width))
@@ -50,7 +50,7 @@ def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: i
 
 
 def decode_reduce(codec: BlockFormat, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """See `reference.decode_reduce`."""
+    """Writes `addend` plus the decoded payloads, added in their order, into `target`; one launch."""
     family, device, numel = family_of(codec), target.device, target.numel()
     check_tensors(device, numel, torch.float32, addend=addend, target=target)
     check_rows(device, "payloads", payloads, codec.wire_nbytes(numel))
@@ -67,7 +67,7 @@ def reduce_encode(
     reduced: Tensor,
     numel: int,
 ) -> None:
-    """See `reference.reduce_encode`."""
+    """Encodes the sum of the decoded payloads plus `residual` into `reduced`."""
     family, device = family_of(codec), reduced.device
     check_tensors(device, numel, torch.float32, residual=residual, new_residual=new_residual)
     check_tensors(device, codec.wire_nbytes(numel), torch.uint8, reduced=reduced)

@@ -93,7 +93,7 @@ def _check_step(
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
-    """See `reference.dgc_step`.
+    """Updates DGC's momentum and total of one parameter, and moves its k largest totals into `values`.
 
     Raises:
         ValueError: A tensor has another device, dtype or numel, or there are more `indices` than elements.
@@ -111,7 +111,7 @@ def dgc_step_many(
     indices: Tensor,
     values: Tensor,
 ) -> None:
-    """See `reference.dgc_step_many`; seven launches however many parameters there are, and no wait for the device.
+    """Runs `dgc_step` on all parameters of a shard: seven launches in all, and no wait for the device.
 
     Raises:
         ValueError: A tensor has another device, dtype or numel, a run is outside the gradient, or its count is out of
@@ -149,7 +149,7 @@ def dgc_step_many(
 
 
 def dgc_sum(payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
-    """See `reference.dgc_sum`; one launch, and the same bits every time.
+    """Replaces `target` by the sum of sparse payloads; one launch, and the same bits every time.
 
     An index outside `target` makes target[0] NaN: raising an error would mean waiting for the device.
 
@@ -182,7 +182,7 @@ def dgc_sum(payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tens
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
-    """See `reference.scatter_add`.
+    """Adds `values` to `target` at `indices`, in place.
 
     An index that occurs once gives the same bits every time; if one occurs more than twice, the order of its
     additions is unspecified. An index outside `target` makes target[0] NaN: raising an error would mean waiting for the

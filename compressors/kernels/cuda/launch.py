@@ -152,7 +152,7 @@ def scratch(device: torch.device, nbytes: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _uploaded(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """See `upload`; cached for each stream, because only work on that stream is ordered behind the copy."""
+    """Does what `upload` does, cached for each stream: only work on that stream is ordered after the copy."""
     table = torch.tensor(words, dtype=torch.int64, device="cpu")
     if device.type != "cuda":
         return table

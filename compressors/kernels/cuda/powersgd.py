@@ -18,7 +18,7 @@ _TALL_THREADS = 1024
 
 
 def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
-    """See `reference.orthogonalize_many`; one launch, however many matrices there are.
+    """Makes the rows of each matrix orthonormal, in place; one launch, however many matrices there are.
 
     Raises:
         ValueError: A matrix has more rows than columns, or the keys are not as many as the matrices, or a matrix is not
@@ -106,7 +106,7 @@ def _stacked(flat: Tensor, start: int, count: int, step: int, rows: int, columns
 
 
 def powersgd_project_many(flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor) -> None:
-    """See `reference.powersgd_project_many`; one product for all matrices of a shape that lie at even distances."""
+    """Computes P of every matrix; one product for all matrices of a shape that lie at even distances."""
     if residual is not None:
         spans = _spans(matrices)
         torch._foreach_add_([flat[i:j] for i, j in spans], [residual[i:j] for i, j in spans])
@@ -122,7 +122,7 @@ def powersgd_project_many(flat: Tensor, residual: Tensor | None, matrices: Facto
 
 
 def powersgd_back_project_many(flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
-    """See `reference.powersgd_back_project_many`; products as in powersgd_project_many."""
+    """Computes Q of every matrix; one product for all matrices of a shape at even distances."""
     for first, count, (step, p_step, q_step) in _batches(matrices):
         if count == 1:
             torch.mm(first.p(p), first.matrix(flat), out=first.q(q))
@@ -137,7 +137,7 @@ def powersgd_back_project_many(flat: Tensor, matrices: FactorRuns, p: Tensor, q:
 def powersgd_restore_many(
     flat: Tensor, new_residual: Tensor | None, matrices: FactorRuns, p: Tensor, q_own: Tensor, q_sum: Tensor
 ) -> None:
-    """See `reference.powersgd_restore_many`; one launch.
+    """Replaces every matrix by its approximation, and stores its compression error; one launch.
 
     Raises:
         ValueError: A tensor has another device, dtype or numel, or a matrix or factor is outside its buffer.
@@ -179,7 +179,7 @@ def _one(rows: int, columns: int, rank: int) -> FactorRuns:
 
 
 def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
-    """See `reference.powersgd_restore`."""
+    """Replaces one matrix by its approximation, and stores its compression error."""
     (rows, columns), rank, device = matrix.shape, len(p), matrix.device
     check_tensors(device, rows * columns, torch.float32, matrix=matrix, new_residual=new_residual)
     check_tensors(device, rank * rows, torch.float32, p=p)

@@ -25,7 +25,7 @@ from gradwire.comms.outer.schedule_selection import (
     CHOSEN,
     FILL,
     LEAST_TURNS,
-    LOOK_STEPS,
+    MEASURED_STEPS,
     MOST_EVERY,
     OuterLink,
     choose,
@@ -140,17 +140,17 @@ def use(rank: int) -> dict[str, Any]:
     model, optimizer, outer = start()
     said["compressor"] = outer.config.compressor
     early = copy(outer.state_dict())
-    train(model, optimizer, range(LOOK_STEPS - 1))
+    train(model, optimizer, range(MEASURED_STEPS - 1))
     said["apart"] = digest(model)
     said["before"] = outer.report().exchanges
-    train(model, optimizer, range(LOOK_STEPS - 1, LOOK_STEPS + 2))
+    train(model, optimizer, range(MEASURED_STEPS - 1, MEASURED_STEPS + 2))
     chosen = outer.settings
     said["chosen"] = (chosen.every, chosen.fragments, chosen.delay)
     said["report"] = outer.report().full()
     lines = str(outer.report()).splitlines()
     assert len(lines) <= 5 and max(map(len, lines)) <= 80, "\n".join(lines)
     saved = [copy(each.state_dict()) for each in (outer, model, optimizer)]
-    train(model, optimizer, range(LOOK_STEPS + 2, LOOK_STEPS + 12))
+    train(model, optimizer, range(MEASURED_STEPS + 2, MEASURED_STEPS + 12))
     after = digest(model)
     said["exchanges"] = outer.report().exchanges
     outer.synchronize()
@@ -169,7 +169,7 @@ def use(rank: int) -> dict[str, Any]:
     for each, state in zip(stateful, saved, strict=True):
         each.load_state_dict(state)
     said["restored"] = outer.settings == chosen
-    train(model, optimizer, range(LOOK_STEPS + 2, LOOK_STEPS + 12))
+    train(model, optimizer, range(MEASURED_STEPS + 2, MEASURED_STEPS + 12))
     said["resumed"] = digest(model) == after
     outer.close()
 
@@ -205,7 +205,7 @@ def use_a_link_that_was_looked_at(rank: int) -> tuple[int, str]:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     outer = gradwire.Outer(model, optimizer, nic_bytes_per_second=None)
-    train(model, optimizer, range(LOOK_STEPS + 1))
+    train(model, optimizer, range(MEASURED_STEPS + 1))
     assert looked == [INTER_NODE.bytes_per_second]
     found = outer.settings.every, str(outer.report())
     outer.close()

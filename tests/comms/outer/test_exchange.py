@@ -93,7 +93,7 @@ def on_ranks(
             wanted = replace(settings, **changes)
             parts = cut_into_fragments(named, wanted)
             exchange = OuterExchange(session, parts, wanted, agreement=agreement)
-            exchange.start_alike(list(model.all))
+            exchange.copy_from_first_rank(list(model.all))
             return exchange
 
         try:
@@ -805,7 +805,7 @@ def test_one_pass_gives_the_bits_of_its_operators(lr: float, form: str, monkeypa
         for parameter in (*parameters, *parameters):  # twice: after one that is not all there, before one that is
             parameter.data.add_(drawn(*parameter.shape))
             if in_one:
-                fragment.set_out(flat, sent)
+                fragment.write_pseudo_gradient(flat, sent)
             else:
                 fragment.progress(fragment.gather(sent), flat)
             begun = flat.clone()
@@ -814,10 +814,10 @@ def test_one_pass_gives_the_bits_of_its_operators(lr: float, form: str, monkeypa
             flat.mul_(0.3)
             through = parameters[0].square().sum()
             if in_one:
-                fragment.arrive(flat, sent, settings)
+                fragment.apply_average(flat, sent, settings)
             else:
                 fragment.update(flat, settings)
-                fragment.take_up(sent, flat)
+                fragment.add_progress(sent, flat)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 through.backward()  # type: ignore[no-untyped-call]
         return [begun, sent, fragment.anchor, *(each.detach() for each in parameters)]

@@ -49,7 +49,7 @@ def train(
         rules = fragments.OuterSettings(**settings)
         named = [(name, nn.Parameter(torch.zeros(shape, device=device))) for name, shape in SHAPES.items()]
         exchange = exchange_of(connected, fragments.cut_into_fragments(named, rules), rules)
-        exchange.start_alike([each.detach() for _, each in named])
+        exchange.copy_from_first_rank([each.detach() for _, each in named])
         try:
             for step in range(steps):
                 generator = torch.Generator().manual_seed(100 * step + rank)
