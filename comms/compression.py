@@ -52,7 +52,7 @@ class Compression:
         flushing: Whether the next step sends uncompressed, with the residuals added.
         loss_scale: Scale of the gradients; residuals are rescaled with it.
         placement: Plan and ranks of each node that a saved state belongs to; see `Communicator.placement`.
-        left_alone: Names of parameters whose averages DDP ignores in the current step, the same on all ranks. Their
+        unused: Names of parameters whose averages DDP ignores in the current step, the same on all ranks. Their
             residuals stay as they are.
         alike: Whether the loaded state was saved with the placement that ranks have now.
         loaded: Entries of the loaded state that must be equal on all ranks, as text by name.
@@ -68,7 +68,7 @@ class Compression:
     ) -> None:
         self.compressor: Compressor = make_composite(name, options, rules)
         self.flushing = False
-        self.left_alone: Collection[str] = ()
+        self.unused: Collection[str] = ()
         self.placement, self.alike = "", True
         self.loaded: Mapping[str, str] = {"state": "not loaded"}
         self._rank = rank
@@ -182,8 +182,8 @@ class Compression:
             finite: Whether all averages of the step are finite; on CUDA a 0-dim bool tensor on the device.
             transfers: Layout of each all-reduce of the step, in the order in which they were started.
         """
-        traits_of(self.compressor).travelled(transfers, finite, self.left_alone)
-        self.left_alone = ()
+        traits_of(self.compressor).exchanged(transfers, finite, self.unused)
+        self.unused = ()
         self.compressor.end_step(finite)
 
     def resolve_last_step(self) -> None:

@@ -190,10 +190,10 @@ class Composite(CompressorTraits):
         """Returns one line for each compressor that has something to report."""
         return [note for each in self._compressors() if isinstance(each, Stateful) and (note := each.note())]
 
-    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
+    def exchanged(self, transfers: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
         """Passes on to every compressor what was exchanged in the step."""
         for each in self._compressors():
-            traits_of(each).travelled(transfers, finite, left_alone)
+            traits_of(each).exchanged(transfers, finite, unused)
 
     def retract_step(self) -> None:
         """Takes the last step out of the count of every compressor."""

@@ -56,11 +56,11 @@ class Stateful(CompressorTraits):
                 store.drop()
         self.step += 1 if isinstance(finite, Tensor) else int(finite)
 
-    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
-        """Keeps the stored values of the parameters in `left_alone`, and drops what was staged of them."""
-        if left_alone:
+    def exchanged(self, transfers: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
+        """Keeps the stored values of the parameters in `unused`, and drops what was staged of them."""
+        if unused:
             for store in self.fields.values():
-                store.pass_over(left_alone)
+                store.pass_over(unused)
 
     def retract_step(self) -> None:
         """Takes the last step out of the count."""

@@ -48,7 +48,7 @@ from gradwire.comms.outer.options import (
 from gradwire.comms.outer.report import OuterReport
 from gradwire.comms.outer.schedule_selection import ALONE_EVERY, CHOSEN, OuterLink, ScheduleSelection
 from gradwire.comms.outer.start import copy_from_rank_0, facts_of
-from gradwire.comms.outer.steps import OptimizerSteps, left_alone, optimizers_from
+from gradwire.comms.outer.steps import OptimizerSteps, optimizers_from, untrained
 from gradwire.comms.outer.workers import model_inside, peers_of, trained_parameters, workers_given, workers_in
 from gradwire.comms.session import AveragingSession, SessionRanks, TrainingState, refused
 from gradwire.comms.transport.launch_order import devices
@@ -170,7 +170,7 @@ class Outer(TrainingState[AveragingSession]):
         optimizers = optimizers_from(optimizer)
         inner = model_inside(model)
         trained = trained_parameters(inner, optimizers)
-        if others := left_alone(inner, optimizers):
+        if others := untrained(inner, optimizers):
             log.warning(
                 "%d parameters that want a gradient (%s%s) are in no `optimizer` of Outer, so they are not exchanged: "
                 "if another optimizer trains them, give Outer all optimizers, as a list",

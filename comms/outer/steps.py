@@ -104,7 +104,7 @@ def optimizers_from(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, 
     return tuple(given)
 
 
-def left_alone(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
+def untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     """Returns the names of parameters with `requires_grad` that no optimizer trains."""
     known = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     return [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]

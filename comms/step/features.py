@@ -182,11 +182,11 @@ def follow_backward(
     if device.type == "cuda" or (compression is not None and getattr(model, "find_unused_parameters", True)):
         from gradwire.comms.step.used_map import UsedMap
 
-        def left_alone(parameters: Sequence[torch.Tensor]) -> None:
+        def unused(parameters: Sequence[torch.Tensor]) -> None:
             if compression is not None:
-                compression.left_alone = names.known(parameters)
+                compression.unused = names.known(parameters)
 
-        listeners.add(order.USED_MAP, UsedMap(model, device, None if compression is None else left_alone))
+        listeners.add(order.USED_MAP, UsedMap(model, device, None if compression is None else unused))
     if compression is not None:
         from gradwire.comms.step.returned import ReturnedGradients, keeps_momentum
 

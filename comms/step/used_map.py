@@ -30,7 +30,7 @@ class UsedMap(StepListener):
     Args:
         model: The model whose buckets arrive; only for a DDP model is it known what DDP sums.
         device: Device of the buckets.
-        left_alone: Called once a step, after DDP's part of it, with the parameters whose averages DDP did not take;
+        unused: Called once a step, after DDP's part of it, with the parameters whose averages DDP did not take;
             None if no residuals are kept, so that it does not matter.
     """
 
@@ -38,16 +38,16 @@ class UsedMap(StepListener):
         self,
         model: nn.Module | None,
         device: torch.device,
-        left_alone: Callable[[Sequence[Tensor]], None] | None = None,
+        unused: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         known = model if isinstance(model, DistributedDataParallel) else None
         self._device = device
-        self._left_alone = left_alone
+        self._unused = unused
         self._in_first_step = known is not None and known.static_graph
         self._handed_over: list[tuple[Tensor, int, int, int]] = []
         """Parameters of the step, with the memory of their bucket, and the state of their gradients at its arrival."""
         self._in_every_step = known is not None and known.find_unused_parameters and not known.static_graph
-        self.wants_buckets = left_alone is not None and (known is None or self._in_every_step)
+        self.wants_buckets = unused is not None and (known is None or self._in_every_step)
 
     @property
     def ends_after_ddp(self) -> bool:
@@ -72,8 +72,8 @@ class UsedMap(StepListener):
 
     def ddp_ended(self) -> None:
         """Passes on the parameters whose averages DDP did not take."""
-        if self._left_alone is not None:
-            self._left_alone(self.unchanged())
+        if self._unused is not None:
+            self._unused(self.unchanged())
 
     def unchanged(self) -> list[Tensor]:
         """Returns the parameters whose averages DDP has not taken in this backward pass, and forgets the pass.

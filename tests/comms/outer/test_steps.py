@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradwire.comms.outer.steps import OptimizerSteps, left_alone
+from gradwire.comms.outer.steps import OptimizerSteps, untrained
 
 
 def two() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -69,7 +69,7 @@ def test_a_parameter_that_is_added_later_is_refused_before_it_is_trained() -> No
 
 def test_what_no_optimizer_trains_is_found() -> None:
     model, (first, second) = two()
-    assert left_alone(model, [first, second]) == []
-    assert left_alone(model, [first]) == ["0.bias", "1.weight", "1.bias"]
+    assert untrained(model, [first, second]) == []
+    assert untrained(model, [first]) == ["0.bias", "1.weight", "1.bias"]
     model[1].requires_grad_(False)  # type: ignore[index]
-    assert left_alone(model, [first]) == ["0.bias"]
+    assert untrained(model, [first]) == ["0.bias"]
