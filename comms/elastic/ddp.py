@@ -25,7 +25,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.elastic.completed_steps import CompletedSteps
 from gradwire.comms.elastic.gradient_backup import GradientBackup, equalize_decoders
 from gradwire.comms.elastic.group import ElasticGroup
-from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key
+from gradwire.comms.elastic.joining import Newcomer, Requests, described, find_job, job_key, request_admission
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.peer_info import packed, peer_infos
 from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
@@ -36,7 +36,7 @@ from gradwire.comms.elastic.resilient_ops import (
     first_membership,
     unheld,
 )
-from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
+from gradwire.comms.elastic.transfer import Carried, ReceivedState, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, to_rows
 from gradwire.comms.run.all_reduces import Bucket, FutureTensor
@@ -68,14 +68,19 @@ class Averaging(Protocol):
     names: ParameterNames
     steps: int
     _connection: GradientSession | None
-    """The ranks' connection, by which gradients travel; None before they have connected."""
+    """The session over which gradients are averaged; None before the ranks have connected."""
     _backward: BackwardTracker
 
     def send_again(self, buckets: list[Bucket], transfers: Tensor | None) -> None:
-        """Starts the all-reduces of a step again; see `ElasticHookState.send_again`."""
+        """Starts the all-reduces of a step again, after the ranks have changed.
+
+        Args:
+            buckets: The buckets of the step, with their gradients restored.
+            transfers: All-reduces that the step has to use, in the encoding of `Resume`; None if it is free.
+        """
 
     def send_rest(self, connection: GradientSession) -> None:
-        """Starts the all-reduces that fusion has held back until the last bucket of the step arrived."""
+        """Starts the all-reduces that fusion has deferred until the last bucket of the step arrived."""
 
 
 class CarriedState:
@@ -93,7 +98,7 @@ class CarriedState:
         self._state = state
 
     def given(self, model: DistributedDataParallel) -> dict[str, object]:
-        """Returns the state that rank 0 hands over to joining processes; `take` loads it there.
+        """Returns the state that rank 0 sends to joining processes; `take` loads it there.
 
         Args:
             model: The DDP model that is trained.
@@ -111,7 +116,7 @@ class CarriedState:
         }
 
     def take(self, model: DistributedDataParallel, found: Mapping[str, Any]) -> None:
-        """Loads the state that rank 0 handed over into this joining process's model and objects, in place.
+        """Loads the state that rank 0 has sent into this joining process's model and objects, in place.
 
         Args:
             model: The DDP model of this process.
@@ -169,14 +174,14 @@ class ElasticTraining(StepListener):
         self._own = CarriedState(self._state, extra_state)
         self._on_membership_change = on_membership_change
         self._kept: GradientBackup | None = None
-        self._told: View | None = None
+        self._announced: View | None = None
         """The ranks at the last call of `on_membership_change`, or at the start; None before the ranks connect."""
         self._requests: Requests | None = None
         self._listed = 0
         """Number of the list, in the job's store, of the processes that join before the next step; 0 for none."""
-        self._last_rows: list[list[int]] = []
+        self._last_transfers: list[list[int]] = []
         """All-reduces of the last step in the encoding of `Resume`, which rank 0 sends to all ranks when some join."""
-        self._next_rows: Tensor | None = None
+        self._next_transfers: Tensor | None = None
         """All-reduces that the next step has to use after ranks have joined, as received from rank 0; else None."""
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self.has_just_joined = False
@@ -206,7 +211,7 @@ class ElasticTraining(StepListener):
             device: Device of the gradients.
 
         Raises:
-            ValueError: `join` is set without `extra_state`, or the job cannot hand over its state.
+            ValueError: `join` is set without `extra_state`, or the job cannot send its state.
             EvictedError: The running job refuses this process.
             RuntimeError: The ranks could not connect, or there is no job to join.
         """
@@ -236,30 +241,30 @@ class ElasticTraining(StepListener):
             In the first step after processes have joined, on every rank, the all-reduces of rank 0's last step if there
             are any; otherwise `transfers`, which may be None.
         """
-        if self._next_rows is not None:
-            transfers, self._next_rows = self._next_rows, None
+        if self._next_transfers is not None:
+            transfers, self._next_transfers = self._next_transfers, None
         self._kept = GradientBackup(communicator, transfers)
         return transfers
 
-    def add(self, bucket: Bucket, travel: Callable[[], None]) -> FutureTensor:
+    def add(self, bucket: Bucket, start: Callable[[], None]) -> FutureTensor:
         """Copies a bucket's gradients and starts its all-reduce.
 
         Args:
             bucket: The bucket; averaged in place.
-            travel: Starts the all-reduce.
+            start: Starts the all-reduce.
 
         Returns:
             A future of the bucket's buffer, completed when all remaining ranks have the averages of the whole step.
         """
         assert self._kept is not None
-        return self._kept.add(bucket, travel)
+        return self._kept.add(bucket, start)
 
     def step_ended(self, step: EndedStep) -> None:
-        """Drops the copied gradients, records the step's all-reduces, and tells the user of a change of ranks."""
+        """Drops the copied gradients, records the step's all-reduces, and reports a change of ranks to the user."""
         self._kept, self.has_just_joined = None, False
         if self._requests is not None:
-            self._last_rows = to_rows(step.transfers).tolist()
-        self.tell_change()
+            self._last_transfers = to_rows(step.transfers).tolist()
+        self.notify_change()
 
     def close(self) -> None:
         """Leaves the other ranks."""
@@ -274,6 +279,12 @@ class ElasticTraining(StepListener):
         return session
 
     def _connect_first(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Connects the ranks that start together; rank 0 publishes where other processes can join.
+
+        Args:
+            group: Process group of these ranks.
+            device: Device of the gradients.
+        """
         first = first_failure_policy(group.rank(), group.size(), self._state.config.timeout)
         peers = SessionRanks.of(group, "hook", failure_policy=first)
         name = peers.name
@@ -284,12 +295,12 @@ class ElasticTraining(StepListener):
         membership = first_membership(communicator, prefix, self._state.config.timeout, first)
         if self._own.extra_state:
             outside = unprefixed(communicator.plain_store)
-            self._requests = self._open_door(PrefixStore(prefix, outside), device)
+            self._requests = self._make_requests(PrefixStore(prefix, outside), device)
             if group.rank() == 0:
                 outside.set(job_key(name), prefix)
-        self._survive(membership, communicator, joins=False)
+        self._make_resilient(membership, communicator, joins=False)
 
-    def _open_door(self, store: Store, device: torch.device) -> Requests:
+    def _make_requests(self, store: Store, device: torch.device) -> Requests:
         """Makes the queue of other processes' requests to join; it is closed when this object is garbage-collected.
 
         Args:
@@ -301,6 +312,7 @@ class ElasticTraining(StepListener):
         return made
 
     def _bound(self) -> DistributedDataParallel:
+        """Returns the DDP model, which `bind` was given and the user keeps alive."""
         model = self._model() if self._model else None
         assert model is not None
         return model
@@ -312,9 +324,9 @@ class ElasticTraining(StepListener):
             ValueError: The process does not fit: its placement, its network interface, or a state that cannot be sent.
         """
         assert self.resilient_ops is not None
-        _, name, said = newcomer
+        _, name, packed_info = newcomer
         membership = self.resilient_ops.membership
-        known = peer_infos([*membership.view.members, name], {**membership.said, name: said})
+        known = peer_infos([*membership.view.members, name], {**membership.packed_infos, name: packed_info})
         cluster_of(known, self._state.config)
         interface_of(known, 0, self._state.config)
         check_state(lambda: self._own.given(self._bound()))
@@ -339,18 +351,20 @@ class ElasticTraining(StepListener):
             )
         name = SessionRanks.name_in(group, "hook")
         store = find_job(address, name, self._state.config.timeout)
-        self._requests = self._open_door(store, device)
+        self._requests = self._make_requests(store, device)
         peer_info, own = packed(PeerInfo.here(0, 1, self._state.config, device)), described(self._bound().module)
         rehearse()
         for attempt in range(MOST_ATTEMPTS):
-            view, said = ask(store, self._shared(device), self._state.config.timeout, peer_info, own)
-            membership = Membership(store, view, self._state.config.timeout, said)
+            view, packed_infos = request_admission(
+                store, self._shared(device), self._state.config.timeout, peer_info, own
+            )
+            membership = Membership(store, view, self._state.config.timeout, packed_infos)
             try:
                 policy = failure_policy_of(view, membership, self._state.config.timeout)
                 peers = SessionRanks(membership.store, "hook", view.rank, view.size, None, policy)
                 session = GradientSession(peers, device, self._state.config, self._state.names, joined=True)
                 self._state._connection = session
-                self._survive(membership, session.communicator, joins=True)
+                self._make_resilient(membership, session.communicator, joins=True)
                 self._exchange_state(view.joined)
                 self.has_just_joined = True
                 return
@@ -362,16 +376,23 @@ class ElasticTraining(StepListener):
                 self.resilient_ops = None
                 if not isinstance(error, RuntimeError | OSError) or attempt == MOST_ATTEMPTS - 1:
                     raise
-                log.warning("could not join, and asks again: %s", error)
+                log.warning("joining the running job failed, trying again: %s", error)
 
-    def _survive(self, membership: Membership, communicator: Communicator, *, joins: bool) -> None:
+    def _make_resilient(self, membership: Membership, communicator: Communicator, *, joins: bool) -> None:
+        """Makes the object that repeats operations after a rank failure, and adds the listeners to the session.
+
+        Args:
+            membership: Agrees with the other ranks on the members of each generation.
+            communicator: Communicator of the present generation.
+            joins: Whether this rank joins a running job with this generation.
+        """
         rebuild = unheld(self._rebuild)
         resilient_ops = ResilientOps(membership, communicator, rebuild, self._state.config.timeout, joins=joins)
         weakref.finalize(self, resilient_ops.close)
-        self.resilient_ops, self._told = resilient_ops, resilient_ops.view
-        self._leave_notes(self._session())
+        self.resilient_ops, self._announced = resilient_ops, resilient_ops.view
+        self._add_listeners(self._session())
 
-    def _leave_notes(self, session: GradientSession) -> None:
+    def _add_listeners(self, session: GradientSession) -> None:
         """Adds this object to the session's listeners, and those that a compressor needs in elastic training."""
         session.listeners.add(MEMBERSHIP, self)
         if self.resilient_ops is not None and session.compression is not None:
@@ -401,7 +422,7 @@ class ElasticTraining(StepListener):
             joined=bool(view.joined),
         )
         self._state._connection = made
-        self._leave_notes(made)
+        self._add_listeners(made)
         return made.communicator
 
     def equalize_decoders(self, session: GradientSession) -> None:
@@ -447,8 +468,8 @@ class ElasticTraining(StepListener):
         self._state.send_rest(session)
         kept.wait()
         communicator.sync_current_stream()
-        looks = self._requests is not None and communicator.rank == 0
-        found = self._requests.look(self._check_newcomer) if looks and self._requests else 0
+        polls = self._requests is not None and communicator.rank == 0
+        found = self._requests.poll(self._check_newcomer) if polls and self._requests else 0
         listed = torch.tensor([found], device=communicator.device)
         return resilient_ops.wait(communicator.all_reduce(listed))
 
@@ -461,8 +482,8 @@ class ElasticTraining(StepListener):
         self.resilient_ops.admit(newcomers, self._requests)
         began = time.perf_counter()
         self._exchange_state([name for _, name, _ in newcomers])
-        self.resilient_ops.changes[-1].seconds["hand over"] = time.perf_counter() - began
-        self.tell_change()
+        self.resilient_ops.changes[-1].seconds["transfer"] = time.perf_counter() - began
+        self.notify_change()
 
     def _exchange_state(self, names: Sequence[str]) -> None:
         """Sends rank 0's state to the processes that have joined; all ranks call it.
@@ -476,21 +497,21 @@ class ElasticTraining(StepListener):
         resilient_ops, model = self.resilient_ops, self._model() if self._model else None
         assert resilient_ops is not None and model is not None
         joins = resilient_ops.view.members[resilient_ops.view.rank] in names
-        handed: list[Handed] = []
+        received: list[ReceivedState] = []
 
         def attempt() -> Tensor:
-            handed.clear()
+            received.clear()
             if set(names) & set(resilient_ops.view.members):
                 transfer = StateTransfer(resilient_ops.communicator, resilient_ops.wait)
-                handed.append(transfer.run(lambda: self._own.given(model), self._last_rows, wanted=joins))
+                received.append(transfer.run(lambda: self._own.given(model), self._last_transfers, wanted=joins))
             return resilient_ops.wait(resilient_ops.communicator.all_reduce(torch.zeros_like(like)))
 
         like = torch.zeros(1, dtype=torch.int64, device=resilient_ops.communicator.device)
         resilient_ops.complete(attempt, like)
-        if not handed:
+        if not received:
             return
-        found = handed[0]
-        self._next_rows = (
+        found = received[0]
+        self._next_transfers = (
             torch.tensor(found.shared, dtype=torch.int64, device="cpu").view(-1, COLUMNS) if found.shared else None
         )
         if not joins:
@@ -500,22 +521,22 @@ class ElasticTraining(StepListener):
         else:
             self._own.take(model, found.state)
 
-    def tell_change(self) -> None:
+    def notify_change(self) -> None:
         """Calls `on_membership_change` if the ranks have changed since its last call, and logs lost residuals."""
         if (
             self.resilient_ops is None
-            or self._told is None
-            or self.resilient_ops.view.generation == self._told.generation
+            or self._announced is None
+            or self.resilient_ops.view.generation == self._announced.generation
         ):
             return
-        old, now = self._told, self.resilient_ops.view
+        old, now = self._announced, self.resilient_ops.view
         lost = tuple(name for name in old.members if name not in now.members)
         joined = tuple(name for name in now.members if name not in old.members)
-        new = self._told = replace(now, lost=lost, joined=joined)
+        new = self._announced = replace(now, lost=lost, joined=joined)
         if lost and self._session().compression is not None and now.rank == 0:
             for name in lost:
                 note = self.resilient_ops.membership.note_of(name)
-                log.warning("what the compressor held back on %s is lost; %s", name, norm_in_words(note))
+                log.warning("the residuals of the compressor on %s are lost; %s", name, norm_in_words(note))
         if self._on_membership_change is not None:
             self._on_membership_change(old, new)
 

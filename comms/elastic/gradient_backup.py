@@ -34,12 +34,12 @@ class GradientBackup:
         self._copies: list[Tensor] = []
         self._promises: list[FutureTensor] = []
 
-    def add(self, bucket: Bucket, travel: Callable[[], None]) -> FutureTensor:
+    def add(self, bucket: Bucket, start: Callable[[], None]) -> FutureTensor:
         """Copies a bucket, and starts its all-reduce unless one of this step has failed.
 
         Args:
             bucket: The bucket; its elements are copied before the all-reduce starts.
-            travel: Called without arguments to start the all-reduce.
+            start: Called without arguments to start the all-reduce.
 
         Returns:
             A future whose value is the bucket's buffer.
@@ -50,8 +50,8 @@ class GradientBackup:
         self._promises.append(promise)
         if self._error is None:
             try:
-                travel()
-            except (RuntimeError, OSError) as error:  # raised at the end of the step, where it is dealt with
+                start()
+            except (RuntimeError, OSError) as error:  # raised and handled at the end of the step
                 self._error = error
         return promise
 

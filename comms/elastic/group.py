@@ -181,9 +181,9 @@ class ElasticGroup(dist.ProcessGroup):
             The bytes of each rank, in the order of the ranks. A rank that fails meanwhile has no entry.
         """
         device = self._resilient_ops.communicator.device
-        said = len(own).to_bytes(_LENGTH_NBYTES, "big") + own
-        longest = int(self._rows(torch.tensor([len(said)], dtype=torch.int64, device=device)).max())
-        padded = torch.frombuffer(bytearray(said.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+        message = len(own).to_bytes(_LENGTH_NBYTES, "big") + own
+        longest = int(self._rows(torch.tensor([len(message)], dtype=torch.int64, device=device)).max())
+        padded = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
         rows = [bytes(row.cpu().numpy()) for row in self._rows(padded)]
         ends = [_LENGTH_NBYTES + int.from_bytes(row[:_LENGTH_NBYTES], "big") for row in rows]
         return [row[_LENGTH_NBYTES:end] for row, end in zip(rows, ends, strict=True)]

@@ -1,7 +1,7 @@
 """Lets a process join a running job: it puts a request into the job's store, and is admitted between two steps.
 
 A joining process must not harm the job. A thread of rank 0 reads its request, and refuses one that does not fit with a
-reason, before the training ranks hear of it. The process shows that it lives by a counter in the store (a heartbeat).
+reason, before the training ranks take part. The process shows that it lives by a counter in the store (a heartbeat).
 No step waits for a store that does not answer, because only that thread polls it.
 """
 
@@ -61,7 +61,7 @@ _NEWCOMERS: MessageType[tuple[Newcomer, ...]] = MessageType(tuple[tuple[Count, s
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _JoinRequest:
     """A request to join, as the process puts it into the store.
 
     Attributes:
@@ -85,13 +85,13 @@ class _Admitted:
         generation: Number of the generation that begins.
         rank: Rank of the process in it.
         members: Names of all its processes, by rank.
-        said: Peer info of each member by name, in the form of `packed`.
+        packed_infos: Peer info of each member by name, in the form of `packed`.
     """
 
     generation: Count
     rank: Rank
     members: tuple[str, ...]
-    said: Mapping[str, str]
+    packed_infos: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class _Refused:
     refused: str
 
 
-_REQUEST: MessageType[_Asked] = MessageType(_Asked, most_nbytes=MOST_REQUEST_NBYTES)
+_REQUEST: MessageType[_JoinRequest] = MessageType(_JoinRequest, most_nbytes=MOST_REQUEST_NBYTES)
 _ANSWER: MessageType[_Admitted | _Refused] = MessageType(_Admitted | _Refused, most_nbytes=1 << 28)
 
 
@@ -154,31 +154,31 @@ def check_model(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
 
 
 class _Request:
-    """A process's request to join that has not been answered yet.
+    """A process's request to join that has not been answered yet, as rank 0 tracks it.
 
     Attributes:
-        pulse: Last heartbeat of the process; None before the first.
-        beats: Whether two different heartbeats were seen.
+        heartbeat: Last value of the heartbeat counter of the process; None before the first.
+        is_beating: Whether two different heartbeats were seen.
         changed: Time of the last new heartbeat, by time.monotonic().
         newcomer: Content of the request; None before it has been read and found to fit.
     """
 
     def __init__(self) -> None:
-        self.pulse: int | None = None
-        self.beats = False
+        self.heartbeat: int | None = None
+        self.is_beating = False
         self.changed = time.monotonic()
         self.newcomer: Newcomer | None = None
 
-    def see(self, pulse: int) -> None:
+    def record(self, heartbeat: int) -> None:
         """Records the process's heartbeat counter, as the store has it now; a changed value is a sign of life."""
-        if pulse != self.pulse:
-            self.beats = self.pulse is not None
-            self.pulse, self.changed = pulse, time.monotonic()
+        if heartbeat != self.heartbeat:
+            self.is_beating = self.heartbeat is not None
+            self.heartbeat, self.changed = heartbeat, time.monotonic()
 
     @property
     def is_alive(self) -> bool:
         """Whether a new heartbeat came within the last `SILENT_SECONDS`."""
-        return self.beats and time.monotonic() - self.changed < SILENT_SECONDS
+        return self.is_beating and time.monotonic() - self.changed < SILENT_SECONDS
 
 
 class Requests:
@@ -201,10 +201,10 @@ class Requests:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
-    def look(self, fits: Fits) -> int:
+    def poll(self, fits: Fits) -> int:
         """Puts the list of processes that wait and fit into the store (on rank 0); the first call starts the thread.
 
-        Calls the store only if there are such processes or refused ones: otherwise it knows from its thread.
+        It makes requests to the store only if there are such processes or refused ones, which its thread has found.
 
         Args:
             fits: Called with each waiting process; one for which it raises is refused.
@@ -215,7 +215,7 @@ class Requests:
         if self._thread is None:
             self._thread = BackgroundThread(
                 "gradwire requests",
-                self._watch,
+                self._serve,
                 without="no process can join any more",
                 on_failure=self._fail,
                 end=self._closed.set,
@@ -241,26 +241,26 @@ class Requests:
         """Returns the processes of a list that rank 0 has put into the store.
 
         Args:
-            number: Result of `look` on rank 0.
+            number: Result of `poll` on rank 0.
         """
         return list(_NEWCOMERS.read(self._store.get(f"join/list/{number}")))
 
-    def answer(self, newcomers: Sequence[Newcomer], view: View, said: Mapping[str, str]) -> None:
+    def answer(self, newcomers: Sequence[Newcomer], view: View, packed_infos: Mapping[str, str]) -> None:
         """Sends each admitted process its rank and the members of its generation (on rank 0).
 
         Args:
             newcomers: The processes of the list; those that are no members of `view` get no answer.
             view: The generation that begins.
-            said: Peer info of each member by name, in the form of `packed`.
+            packed_infos: Peer info of each member by name, in the form of `packed`.
         """
-        known = {name: said[name] for name in view.members if name in said}
+        known = {name: packed_infos[name] for name in view.members if name in packed_infos}
         for number, name, _ in newcomers:
             if name in view.members:
                 word = {
                     "generation": view.generation,
                     "rank": view.members.index(name),
                     "members": view.members,
-                    "said": known,
+                    "packed_infos": known,
                 }
                 self._store.set(f"join/{number}/answer", json.dumps(word))
                 self._drop(number)
@@ -277,15 +277,15 @@ class Requests:
         for number in waiting:
             self._refuse(number, f"the running job admits no process any more: {error!r}")
 
-    def _watch(self) -> None:
+    def _serve(self) -> None:
         """Polls for requests until `close`, in a thread of rank 0: a slow store delays no training step."""
         while not self._closed.wait(POLL_SECONDS):
             try:
-                self._look()
+                self._poll_store()
             except RuntimeError as error:
                 log.debug("the store cannot say who wants to join: %s", error)
 
-    def _look(self) -> None:
+    def _poll_store(self) -> None:
         """Polls the store once for new requests and for heartbeats, and refuses requests that have fallen silent."""
         count = self._store.add("join/count", 0)
         with self._lock:
@@ -298,11 +298,11 @@ class Requests:
             if self._store.check([f"join/{number}/answer"]):
                 self._drop(number)
                 continue
-            request.see(self._store.add(f"join/{number}/pulse", 0))
+            request.record(self._store.add(f"join/{number}/heartbeat", 0))
             if request.newcomer is None and self._store.check([f"join/{number}/request"]):
                 self._read(number, request)
-            elif time.monotonic() - request.changed > (FORGOTTEN_SECONDS if request.beats else UNSEEN_SECONDS):
-                self._refuse(number, f"it has said nothing for {time.monotonic() - request.changed:.0f} s")
+            elif time.monotonic() - request.changed > (FORGOTTEN_SECONDS if request.is_beating else UNSEEN_SECONDS):
+                self._refuse(number, f"no heartbeat from it for {time.monotonic() - request.changed:.0f} s")
 
     def _read(self, number: int, request: _Request) -> None:
         """Reads a request into `request.newcomer`, or refuses it if it cannot be read or differs from the job.
@@ -335,11 +335,13 @@ class Requests:
             request.newcomer = newcomer
 
     def _refuse(self, number: int, reason: str) -> None:
+        """Answers a request with the reason why it is refused, and logs it."""
         log.warning("a process that wants to join is refused: %s", reason)
         self._drop(number)
         self._store.compare_set(f"join/{number}/answer", "", json.dumps({"refused": reason}))
 
     def _drop(self, number: int) -> None:
+        """Stops tracking a request, because it has been answered."""
         with self._lock:
             self._open.pop(number, None)
 
@@ -367,10 +369,10 @@ def find_job(address: str, name: str, timeout: timedelta) -> Store:
     return PrefixStore(prefix, store)
 
 
-def ask(
+def request_admission(
     store: Store, shared: Mapping[str, str], timeout: timedelta, peer_info: str, model: Mapping[str, str]
 ) -> tuple[View, dict[str, str]]:
-    """Asks a running job to admit this process, and waits for the answer.
+    """Puts a request to join a running job into its store, and waits for the answer; sends heartbeats meanwhile.
 
     Args:
         store: Store of the job's membership; see `find_job`.
@@ -394,9 +396,9 @@ def ask(
     while not own.check([f"join/{number}/answer"]):
         if time.monotonic() > deadline:
             raise EvictedError(f"the running job did not admit this process within {timeout.total_seconds():g} s")
-        own.add(f"join/{number}/pulse", 1)
+        own.add(f"join/{number}/heartbeat", 1)
         time.sleep(HEARTBEAT_SECONDS)
     answer = _ANSWER.read(own.read(f"join/{number}/answer"))
     if isinstance(answer, _Refused):
         raise EvictedError(f"the running job refuses this process: {answer.refused}")
-    return View(answer.generation, answer.rank, answer.members, joined=(name,)), dict(answer.said)
+    return View(answer.generation, answer.rank, answer.members, joined=(name,)), dict(answer.packed_infos)

@@ -36,15 +36,15 @@ from gradwire.comms.errors import PeerError
 log = logging.getLogger("gradwire")
 
 PROBE_AFTER_SECONDS = 0.5
-"""Seconds from an alarm until silent ranks are probed whose connections have not ended. A rank's thread sets its key
-within milliseconds, on a busy machine within tenths of a second."""
+"""Seconds from the start of a vote until silent ranks are probed whose connections have not ended. A rank's thread sets
+its key within milliseconds, on a busy machine within tenths of a second."""
 
 POLL_SECONDS = 0.1
 """Seconds between two probes, during the vote on the members, of silent ranks whose connections have ended."""
 
 SILENCE_SECONDS = 5.0
-"""Seconds from an alarm until a silent rank is left out of the next generation, even if its process may live. Longer
-than a thread waits for the GIL on a busy machine."""
+"""Seconds from the start of a vote until a silent rank is left out of the next generation, even if its process may
+live. Longer than a thread waits for the GIL on a busy machine."""
 
 LEADER_SECONDS = 3.0
 """Seconds in addition to `SILENCE_SECONDS` after which a leader of the vote counts as gone and another rank leads."""
@@ -52,7 +52,7 @@ LEADER_SECONDS = 3.0
 NAP_SECONDS = 0.01
 """Seconds between two polls of the store during the vote on the members."""
 
-CALLERS = 32
+PROBES_AT_ONCE = 32
 """Number of silent ranks that are probed at a time: a host that is gone takes a second for each of its addresses."""
 
 
@@ -109,27 +109,30 @@ class GenerationStore(PollingStore):
     Args:
         store: Store that holds the keys.
         timeout: Longest wait for a key; see `PollingStore`.
-        alarm: Returns the reason why the generation is over; None as long as it is not.
+        abort_reason: Returns the reason why the generation is over; None as long as it is not.
         ranks: Number of ranks that poll the store; see `PollingStore`.
     """
 
-    def __init__(self, store: Store, timeout: timedelta, alarm: Callable[[], str | None], *, ranks: int = 1) -> None:
+    def __init__(
+        self, store: Store, timeout: timedelta, abort_reason: Callable[[], str | None], *, ranks: int = 1
+    ) -> None:
         super().__init__(store, timeout, ranks=ranks)
-        self._alarm = alarm
+        self._abort_reason = abort_reason
 
     def within(self, timeout: timedelta) -> "GenerationStore":
         """Returns a store of the same keys over the same connection, with another time-out."""
-        return GenerationStore(self._store, timeout, self._alarm, ranks=self._ranks)
+        return GenerationStore(self._store, timeout, self._abort_reason, ranks=self._ranks)
 
     def below(self, prefix: str) -> "GenerationStore":
         """Returns a store of the keys that begin with `prefix/`, over the same connection."""
         timeout = timedelta(seconds=self._seconds)
-        return GenerationStore(PrefixStore(prefix, self._store), timeout, self._alarm, ranks=self._ranks)
+        return GenerationStore(PrefixStore(prefix, self._store), timeout, self._abort_reason, ranks=self._ranks)
 
-    def _ask(self, words: str, question: Callable[[], Result], seconds: float | None = None) -> Result:
-        if reason := self._alarm():
+    def _ask(self, description: str, request: Callable[[], Result], seconds: float | None = None) -> Result:
+        """Makes a request unless the generation is over; raises the reason as a `PeerError` then."""
+        if reason := self._abort_reason():
             raise PeerError(reason)
-        return super()._ask(words, question, seconds)
+        return super()._ask(description, request, seconds)
 
 
 class Membership:
@@ -142,14 +145,14 @@ class Membership:
         store: Store of all present and future ranks, with a prefix that is unique to this start of the job.
         view: Members of the first generation.
         timeout: Longest wait for an answer of another rank, unless a call gives a shorter one.
-        said: Name of each member -> its peer info, in the form of `packed`; None for none.
+        packed_infos: Name of each member -> its peer info, in the form of `packed`; None for none.
         failures: Rank failures found in the first generation so far; None for none.
 
     Attributes:
-        said: Peer info of all members so far, by name; that of processes that join later is added.
+        packed_infos: Peer info of all members so far, by name; that of processes that join later is added.
         note: JSON text that this rank leaves in the store in case it fails; None for none. The ring's thread stores it
             within about a second, at no cost to the training thread.
-        on_alarm: Called from a ring's thread with the reason when the training thread's generation is over, to wake
+        on_abort: Called from a ring's thread with the reason when the training thread's generation is over, to wake
             that thread if it waits in a collective.
         overdue: Called about once a second from a ring's thread: returns a failure if work on a CUDA device exceeds
             the time-out, else None.
@@ -162,13 +165,14 @@ class Membership:
         store: Store,
         view: View,
         timeout: timedelta,
-        said: Mapping[str, str] | None = None,
+        packed_infos: Mapping[str, str] | None = None,
         failures: Failures | None = None,
     ) -> None:
-        self.said = dict(said or {})
+        self.packed_infos = dict(packed_infos or {})
         self.note: str | None = None
+        # The note that the store has.
         self._noted: str | None = None
-        self.on_alarm: Callable[[str], None] = lambda reason: None
+        self.on_abort: Callable[[str], None] = lambda reason: None
         self.overdue: Callable[[], PeerFailure | None] = lambda: None
         self.waited: Callable[[], float] = lambda: 0.0
         self.started: Callable[[], int] = lambda: 0
@@ -199,7 +203,7 @@ class Membership:
     def was_first(self, view: View) -> bool:
         """Returns whether this rank was the first to report the failure that ended a generation.
 
-        Then the cause is on this rank or in one of its own connections; the others only heard of it.
+        Then the cause is on this rank or in one of its own connections; the others received its report.
 
         Args:
             view: The generation, seen from this rank.
@@ -267,7 +271,8 @@ class Membership:
                 self._enter(generation)
                 break
             if time.monotonic() > deadline:
-                raise EvictedError(f"rank 0 has not said within {self._timeout.total_seconds():g} s who has joined")
+                seconds = self._timeout.total_seconds()
+                raise EvictedError(f"rank 0 did not publish the members of the next generation within {seconds:g} s")
             time.sleep(NAP_SECONDS)
         return self.next(2 * SILENCE_SECONDS + LEADER_SECONDS)
 
@@ -312,7 +317,8 @@ class Membership:
             return
         ring = self._ring_store(view)
 
-        def told() -> PeerFailure | None:
+        def poll_signal() -> PeerFailure | None:
+            # Called about once a second, so the note is stored at no cost to the training thread.
             if (note := self.note) is not None and note is not self._noted:
                 self._store.set(f"note/{view.members[view.rank]}", note)
                 self._noted = note
@@ -329,16 +335,16 @@ class Membership:
             view.rank,
             view.size,
             generation.failures,
-            lambda error: self._lost(generation, error),
-            (told, overdue),
+            lambda error: self._on_failure(generation, error),
+            (poll_signal, overdue),
             started,
             lambda: self.waited(),
-            next_across(view.members, view.rank, self.said),
+            next_across(view.members, view.rank, self.packed_infos),
             SILENCE_SECONDS,
             generation.knows_unreached,
         )
 
-    def _lost(self, generation: "_Generation", error: Exception) -> None:
+    def _on_failure(self, generation: "_Generation", error: Exception) -> None:
         """Wakes the training thread after a failure, votes on the members, and begins the next generation.
 
         Runs once in a generation, in the ring's thread. An error is kept for `next` to raise.
@@ -350,10 +356,10 @@ class Membership:
         failure = PeerFailure.of(error)
         generation.failures.report(failure)
         if generation is self._current:
-            self.on_alarm(failure.reason)
+            self.on_abort(failure.reason)
         try:
             self._agree(generation)
-            if not self._closed:  # else nobody may have written down who is left, and nothing reads it any more
+            if not self._closed:  # after `close` the vote ends early, so there may be no list of members to read
                 self._enter(generation)
             generation.ring = None  # its thread ends here; each of the two knows the other
         except Exception as failed:  # noqa: BLE001 - the training thread raises it
@@ -374,7 +380,7 @@ class Membership:
         left, joined = list(word.left), tuple(word.joined)
         if any(rank >= view.size for rank in left):
             raise MessageError(f"the members of generation {view.generation + 1} are {left} of {view.size} ranks")
-        self.said.update(word.joined)
+        self.packed_infos.update(word.joined)
         if view.rank not in left:
             raise EvictedError(
                 f"rank {view.rank} was removed from the job by the other ranks, which received nothing from "
@@ -403,9 +409,9 @@ class Membership:
             RuntimeError: The store does not answer, or every leader failed.
         """
         number, rank = generation.view.generation, generation.view.rank
-        # First round: tell all ranks that this one lives, and which ranks it knows to have failed.
+        # First round: publish that this rank lives, and which ranks it knows to have failed.
         self._store.set(f"{number}/here/{rank}", json.dumps(sorted(generation.failures.ranks)))
-        self._store.add(f"{number}/heard", 1)
+        self._store.add(f"{number}/votes", 1)
         key = f"{number}/members"
         # Second round: the elected leader writes the list; if it fails, the next attempt elects another one.
         for attempt in range(generation.view.size):
@@ -423,7 +429,7 @@ class Membership:
                 if backoff.are_due():
                     generation.poll_closed()
                     if self._has_gone(generation, leader, ask=backoff.may_ask()):
-                        break  # who leads is lost over it: then another rank leads at once
+                        break  # the leader has failed during the vote: another rank leads at once
                 time.sleep(NAP_SECONDS)
             if self._closed:
                 return
@@ -441,24 +447,25 @@ class Membership:
         Returns:
             The ranks that have set their keys, ascending; others are left out after `SILENCE_SECONDS`.
         """
-        number, everybody = generation.view.generation, set(range(generation.view.size))
+        number, members = generation.view.generation, set(range(generation.view.size))
         began = time.monotonic()
         backoff = _Backoff(began)
         gone, here = set(generation.failures.ranks), {generation.view.rank}
+        # Poll a counter of the keys that are set, and read them only when it has changed.
         while time.monotonic() < began + SILENCE_SECONDS:
-            if self._store.add(f"{number}/heard", 0) > len(here):
-                for rank in everybody - here:
+            if self._store.add(f"{number}/votes", 0) > len(here):
+                for rank in members - here:
                     if self._store.check([f"{number}/here/{rank}"]):
                         here.add(rank)
                         gone |= set(_RANKS.read(self._store.read(f"{number}/here/{rank}")))
-            silent = sorted(everybody - here - gone)
+            silent = sorted(members - here - gone)
             if not silent:
                 break
             if backoff.are_due():
                 generation.poll_closed()
                 ask = backoff.may_ask()
-                for start in range(0, len(silent), CALLERS):
-                    some = silent[start : start + CALLERS]
+                for start in range(0, len(silent), PROBES_AT_ONCE):
+                    some = silent[start : start + PROBES_AT_ONCE]
                     found = call_each(partial(self._has_gone, generation, ask=ask), some, "gradwire call")
                     gone |= {rank for rank, has in zip(some, found, strict=True) if has}
             time.sleep(NAP_SECONDS)
@@ -492,11 +499,12 @@ class Membership:
         return True
 
     def _ring_store(self, view: View) -> PollingStore:
+        """Returns the store of a generation's liveness ring."""
         return self._store.below(f"{view.generation}/ring")
 
 
 class _Backoff:
-    """Says when the next probe of silent ranks is due during the vote on the members.
+    """Schedules the probes of silent ranks during the vote on the members.
 
     Args:
         began: Start of the vote, by time.monotonic().
@@ -542,13 +550,15 @@ class _Generation:
         self.ring: LivenessRing | None = None
         self.knows_unreached = False
         """Whether the generation before ended because a rank could not be reached. If that rank is still a member, it
-        has shown in the vote that it lives, so no rank raises an alarm again because it cannot be reached."""
+        has shown in the vote that it lives, so it is not reported as failed again because it cannot be reached."""
 
     def poll_closed(self) -> None:
+        """Makes the ring add ranks whose connections have ended to `closed`; see `LivenessRing.poll_closed`."""
         if self.ring is not None:
             self.ring.poll_closed()
 
     def close(self, *, orderly: bool = True) -> None:
+        """Leaves the ring; see `LivenessRing.close`."""
         if self.ring is not None:
             self.ring.close(orderly=orderly)
 

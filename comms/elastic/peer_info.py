@@ -24,63 +24,63 @@ def packed(peer_info: PeerInfo) -> str:
     return base64.b64encode(PeerInfos.of([peer_info], "").pack()).decode()
 
 
-def peer_infos(members: Sequence[str], said: Mapping[str, str]) -> PeerInfos:
+def peer_infos(members: Sequence[str], packed_infos: Mapping[str, str]) -> PeerInfos:
     """Returns the peer infos of a generation's members with their ranks in it, from what is known here already.
 
     Args:
         members: Names of the processes, by rank.
-        said: Name -> peer info in the form of `packed`, for at least these members.
+        packed_infos: Name -> peer info in the form of `packed`, for at least these members.
 
     Raises:
-        MessageError: A text in `said` is no packed peer info.
+        MessageError: A text in `packed_infos` is no packed peer info.
     """
-    known = (unpacked(said[name]) for name in members)
+    known = (unpacked(packed_infos[name]) for name in members)
     return PeerInfos.of([replace(each, rank=rank, size=len(members)) for rank, each in enumerate(known)], START)
 
 
 @lru_cache(maxsize=1024)
-def unpacked(said: str) -> PeerInfo:
+def unpacked(text: str) -> PeerInfo:
     """Decodes the peer info of one process.
 
     Args:
-        said: Result of `packed`, maybe of another process.
+        text: Result of `packed`, maybe of another process.
 
     Raises:
-        MessageError: `said` is no base64, or not the peer info of exactly one process.
+        MessageError: `text` is no base64, or not the peer info of exactly one process.
     """
     try:
-        packed = base64.b64decode(said, validate=True)
+        packed = base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise MessageError(f"what a process says about itself is no base64: {error}") from None
+        raise MessageError(f"the peer info of a process is no base64: {error}") from None
     found = PeerInfos.unpack("", packed, most_nbytes=MOST_NBYTES)
     if len(found) != 1:
-        raise MessageError(f"what a process says about itself is of {len(found)} processes")
+        raise MessageError(f"the peer info of a process holds those of {len(found)} processes")
     return found[0]
 
 
-def next_across(members: Sequence[str], rank: int, said: Mapping[str, str]) -> int | None:
+def next_across(members: Sequence[str], rank: int, packed_infos: Mapping[str, str]) -> int | None:
     """Returns a rank on the next host, in a circle of the hosts; the ranks of one host get different ones if they can.
 
     Args:
         members: Names of the processes, by rank.
         rank: This rank.
-        said: Name -> peer info in the form of `packed`; may lack members.
+        packed_infos: Name -> peer info in the form of `packed`; may lack members.
 
     Returns:
         The rank; None if all members are on one host, or the peer info of a member is missing.
     """
-    if any(name not in said for name in members):
+    if any(name not in packed_infos for name in members):
         return None
     hosts: dict[tuple[str, ...], list[int]] = {}
     for each, name in enumerate(members):
-        hosts.setdefault(_host(said[name]), []).append(each)
-    own = _host(said[members[rank]])
+        hosts.setdefault(_host(packed_infos[name]), []).append(each)
+    own = _host(packed_infos[members[rank]])
     if len(hosts) == 1:
         return None
     following = [*hosts.values()][([*hosts].index(own) + 1) % len(hosts)]
     return following[hosts[own].index(rank) % len(following)]
 
 
-def _host(said: str) -> tuple[str, ...]:
-    peer_info = unpacked(said)
+def _host(text: str) -> tuple[str, ...]:
+    peer_info = unpacked(text)
     return (*peer_info.host, peer_info.kernel)

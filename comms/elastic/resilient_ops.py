@@ -54,9 +54,9 @@ LANES_SECONDS = 60.0
 
 MOST_REPEATS = 3
 """Number of repeats of one operation by the same members after which an error is raised: a broken connection is made
-anew, an error that comes again is no broken connection."""
+again, so an error that recurs has another cause."""
 
-MEETING_SECONDS = 60.0
+RECONNECT_SECONDS = 60.0
 """Seconds for which members that all live try to connect again; a network that recovers meanwhile ends no job."""
 
 MOST_REFUSALS = 2
@@ -80,14 +80,14 @@ class Change:
 
     Attributes:
         generation: Number of the new generation.
-        reason: Cause of the change, in words.
+        reason: Cause of the change, in counts.
         lost: Names of the processes that left or failed.
         joined: Names of the processes that joined.
         repeats: Whether the operation in progress, such as a step's reduction, is repeated after it.
         began: Time of its beginning, by time.time().
         seconds: Duration of each part in seconds, in order: `close` (aborting and closing the old communicator),
-            `agree` (the vote on the members), `place` (placing the ranks and planning), `meet` (the first all-reduce,
-            for which groups connect), `hand over` (sending the state to processes that join; only then).
+            `agree` (the vote on the members), `place` (placing the ranks and planning), `connect` (the first
+            all-reduce, for which groups connect), `transfer` (sending the state to processes that join; only then).
     """
 
     generation: int
@@ -105,7 +105,7 @@ class Change:
 
 
 class _Stopwatch:
-    """Splits the time that a change of the ranks takes into parts.
+    """Measures how long the parts of a change of the ranks take.
 
     Attributes:
         began: Time at which it was made, by time.time().
@@ -118,6 +118,7 @@ class _Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
+        """Adds the time since the last call to the part `name`."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
@@ -128,6 +129,7 @@ class OutOfResourcesError(CollectiveError):
 
 
 def _is_refusal(error: BaseException) -> bool:
+    """Returns whether an error means that the system has refused this rank memory or files."""
     if isinstance(error, OSError):
         return error.errno in _REFUSALS and not isinstance(error, PeerSystemError)
     return isinstance(error, (OutOfResourcesError, torch.OutOfMemoryError))
@@ -188,9 +190,9 @@ def first_membership(communicator: Communicator, prefix: str, timeout: timedelta
         first: Failure policy of `communicator`.
     """
     names = tuple(f"rank {rank}" for rank in range(communicator.size))
-    said = {name: packed(each) for name, each in zip(names, communicator.peer_infos, strict=True)}
+    packed_infos = {name: packed(each) for name, each in zip(names, communicator.peer_infos, strict=True)}
     place = PrefixStore(prefix, unprefixed(communicator.plain_store))
-    return Membership(place, View(0, communicator.rank, names), timeout, said, first.reporter.failures)
+    return Membership(place, View(0, communicator.rank, names), timeout, packed_infos, first.reporter.failures)
 
 
 def unheld(rebuild: Rebuild) -> Rebuild:
@@ -217,7 +219,7 @@ def failure_policy_of(view: View, membership: Membership, timeout: timedelta) ->
     return FailurePolicy(
         reporter,
         lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=view.size),
-        peer_infos(view.members, membership.said),
+        peer_infos(view.members, membership.packed_infos),
         _stream_executor,
     )
 
@@ -274,7 +276,7 @@ class ResilientOps:
         self._waits_since: float | None = None
         self._last: Tensor | None = None
         membership.started = lambda: self._started
-        membership.on_alarm = self._interrupt
+        membership.on_abort = self._interrupt
         membership.overdue = self._overdue
         membership.waited = self._waited
         if joins:
@@ -289,8 +291,8 @@ class ResilientOps:
         """Runs an operation to its end even if ranks fail; all ranks run the same operations in the same order.
 
         Args:
-            attempt: Runs the operation once on `communicator` and returns its result, or None if there is nothing to
-                hand to a rank that missed its end. Called again from the beginning after a failure.
+            attempt: Runs the operation once on `communicator` and returns its result, or None if a rank that missed
+                its end needs no result. Called again from the beginning after a failure.
             like: Tensor with the shape and dtype of the result, on the communicator's device; None if `attempt` returns
                 None. The result may have fewer rows if it has one for each rank.
 
@@ -360,23 +362,23 @@ class ResilientOps:
             EvictedError: The other ranks go on without this one, or no rank is left to go on with.
         """
         names = [name for _, name, _ in newcomers]
-        # Who had to take the last result from others was not there when they tried, and they have gone on without.
+        # A rank that took the last result from others missed their attempt to admit these processes.
         if self.by_itself and not set(names) & set(self.view.members):
             self._waits_since = time.monotonic()
             try:
                 watch = _Stopwatch()
-                view = self.membership.admit({name: said for _, name, said in newcomers})
+                view = self.membership.admit({name: info for _, name, info in newcomers})
                 if view.rank == 0:
-                    requests.answer(newcomers, view, self.membership.said)
+                    requests.answer(newcomers, view, self.membership.packed_infos)
                 watch.lap("agree")
                 self.communicator.close()
                 watch.lap("close")
                 self._begin(view)
                 watch.lap("place")
                 self._catch_up(None)
-                watch.lap("meet")
+                watch.lap("connect")
                 _trim_heap()
-                self._note(view, "ranks have joined", False, watch)
+                self._record(view, "ranks have joined", False, watch)
             except EvictedError:
                 raise
             except (RuntimeError, OSError) as error:
@@ -415,13 +417,16 @@ class ResilientOps:
         self.communicator.close()
 
     def _interrupt(self, reason: str) -> None:
+        """Aborts the communicator, so that the training thread stops waiting; called from a ring's thread."""
         self.communicator.abandon(reason)
 
     def _waited(self) -> float:
+        """Returns the seconds for which the training thread has been in an operation of all ranks; 0 outside one."""
         since = self._waits_since
         return 0.0 if since is None else time.monotonic() - since
 
     def _overdue(self) -> PeerFailure | None:
+        """Returns a failure if work on a CUDA device exceeds its timeout, else None."""
         deadline = self.communicator.executor.deadline
         return None if deadline is None else deadline.overdue()
 
@@ -438,13 +443,13 @@ class ResilientOps:
 
         Raises:
             EvictedError: The other ranks go on without this one, no rank is left, or lanes did not stop.
-            RuntimeError: The same members failed to connect for `MEETING_SECONDS`; or the system has refused this rank
-                memory or files `MOST_REFUSALS` times, and the others go on without it.
+            RuntimeError: The same members failed to connect for `RECONNECT_SECONDS`; or the system has refused this
+                rank memory or files `MOST_REFUSALS` times, and the others go on without it.
             OSError: The system has refused this rank memory or files, as above.
         """
         alike, refusals, began = 0, 0, time.monotonic()
         while True:
-            before, former = self.view, weakref.ref(self.communicator)  # a failed meeting's error holds this frame
+            before, former = self.view, weakref.ref(self.communicator)  # the error of a failed attempt holds this frame
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if before.size == 1:
                 raise EvictedError(f"no other rank is left, and this one has failed: {reason}") from error
@@ -466,12 +471,12 @@ class ResilientOps:
                 self._begin(view)
                 watch.lap("place")
                 found = self._catch_up(like)
-                watch.lap("meet")
+                watch.lap("connect")
             except (RuntimeError, OSError) as failed:
                 alike = alike + 1 if view.members == before.members else 0
-                if alike >= MOST_REPEATS and time.monotonic() - began > MEETING_SECONDS:
+                if alike >= MOST_REPEATS and time.monotonic() - began > RECONNECT_SECONDS:
                     raise
-                # A future of torch's keeps an error's text alone; the communicator has the error itself.
+                # A torch future keeps only the text of an error; the communicator has the error itself.
                 begun = self.communicator is not former()
                 refusals += _is_refusal((begun and self.communicator.executor.failure) or failed)
                 if refusals >= MOST_REFUSALS:
@@ -483,9 +488,9 @@ class ResilientOps:
             # Free what the old generation held, and record the change.
             _forget(error)
             _trim_heap()
-            change = self._note(view, reason, not found[0] and self._started > self.position, watch)
+            change = self._record(view, reason, not found[0] and self._started > self.position, watch)
             log.warning(
-                "%s: %d of %d ranks go on as generation %d after %s",
+                "%s: %d of %d ranks continue as generation %d after %s",
                 f"lost {', '.join(view.lost)}" if view.lost else reason,
                 view.size,
                 before.size,
@@ -494,12 +499,14 @@ class ResilientOps:
             )
             return found
 
-    def _note(self, view: View, reason: str, repeats: bool, watch: _Stopwatch) -> Change:
+    def _record(self, view: View, reason: str, repeats: bool, watch: _Stopwatch) -> Change:
+        """Adds a change of the ranks to `changes`, and returns it."""
         change = Change(view.generation, reason, view.lost, view.joined, repeats, watch.began, watch.seconds)
         self.changes.append(change)
         return change
 
     def _begin(self, view: View) -> None:
+        """Makes the communicator of a new generation; the previous one is closed by then."""
         self.communicator = self._rebuild(
             view, self.membership.store, failure_policy_of(view, self.membership, self._timeout)
         )
@@ -519,11 +526,12 @@ class ResilientOps:
             RuntimeError: A rank failed.
         """
         device, rank, size = self.communicator.device, self.view.rank, self.view.size
-        words = torch.zeros((size, 2), dtype=torch.int64, device=device)
+        counts = torch.zeros((size, 2), dtype=torch.int64, device=device)
         if not self._joins:
-            words[rank] = words.new_tensor([self.position + 1, 0 if self._last is None else self._last.nbytes])
-        self.wait(self.communicator.all_reduce(words.view(-1)))
-        ended = [count - 1 for count, _ in words.tolist()]
+            counts[rank] = counts.new_tensor([self.position + 1, 0 if self._last is None else self._last.nbytes])
+        # Each rank fills its own row: operations completed plus one (0 for a rank that joins), and bytes of its result.
+        self.wait(self.communicator.all_reduce(counts.view(-1)))
+        ended = [count - 1 for count, _ in counts.tolist()]
         furthest = max(ended)
         first = ended.index(furthest)
         behind, joins = self.position < furthest, self._joins
@@ -531,7 +539,8 @@ class ResilientOps:
             self.position = self._started = furthest
         if not any(0 <= count < furthest for count in ended):
             return False, None
-        result = torch.zeros(int(words[first, 1]), dtype=torch.uint8, device=device)
+        # The first rank that is ahead sends its result, as a sum with zeros.
+        result = torch.zeros(int(counts[first, 1]), dtype=torch.uint8, device=device)
         if rank == first and self._last is not None:
             result.copy_(as_bytes(self._last))
         if result.numel():

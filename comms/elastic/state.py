@@ -36,12 +36,7 @@ class ElasticHookState(HookState):
 
     Overrides the points of a step at which ranks can change. `ElasticTraining` decides what is kept and repeated.
 
-    Args:
-        model_or_group: See `HookState`; a DDP model or None.
-        config: See `HookState`.
-        extra_state: See `HookState`.
-        on_membership_change: See `HookState`.
-        **options: See `HookState`.
+    Arguments as those of `HookState`; `model_or_group` is a DDP model or None.
     """
 
     NEEDS_LAYOUTS = True
@@ -65,16 +60,16 @@ class ElasticHookState(HookState):
 
     @property
     def view(self) -> View:
-        """The present ranks and this rank's number among them; see `OptionalMembers.view`."""
+        """The present ranks and this rank's number among them."""
         return super().view if self._elastic.resilient_ops is None else self._elastic.resilient_ops.view
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The changes of the ranks so far, oldest first; see `OptionalMembers.changes`."""
+        """The last changes of the ranks, oldest first, with their causes and durations."""
         return super().changes if self._elastic.resilient_ops is None else tuple(self._elastic.resilient_ops.changes)
 
     def admit_joining(self) -> None:
-        """Admits the processes that wait to join, between two steps; see `OptionalMembers.admit_joining`."""
+        """Admits the processes that wait to join, between two steps; all ranks call it at the same point."""
         self._elastic.admit_joining()
 
     def close(self) -> None:
@@ -99,7 +94,7 @@ class ElasticHookState(HookState):
             super()._send(connection, bucket)
 
     def send_rest(self, connection: GradientSession) -> None:
-        """Starts the all-reduces that fusion has held back until the last bucket of the step arrived."""
+        """Starts the all-reduces that fusion has deferred until the last bucket of the step arrived."""
         super()._send_rest(connection)
 
     def _check_model(self, model: nn.Module) -> None:
@@ -127,7 +122,7 @@ class ElasticHookState(HookState):
         elif found is self._pending:
             # It was loaded before the process joined, as were the weights that the job has replaced.
             self._pending = None
-            log.warning("a state was loaded, and this process has joined a running job: it goes on from that job's own")
+            log.warning("a state was loaded, and this process has joined a running job: that job's state is used")
         else:
             raise ValueError(JOINED)
 

@@ -9,13 +9,13 @@ class ResilientStreamExecutor(StreamExecutor):
 
     A rank may fail at any moment after all ranks have a step's averages: while the step ends, while a checkpoint is
     made, before the optimizer steps. These averages are right on all ranks, so nothing of that may raise, and no
-    average may become NaN. The next operation of all ranks meets the failure, and enters the next generation.
+    average may become NaN. The next operation of all ranks raises the failure, and enters the next generation.
 
     Invariant: the host has waited for a step's averages before they are used (`ElasticTraining.complete_step`).
     """
 
     def release(self) -> None:
-        """Issues the all-gathers that `start` has held back; raises nothing if there are none."""
+        """Issues the all-gathers that `start` has deferred; raises nothing if there are none."""
         if self._held is not None or self.failures.error is None:
             super().release()
 
@@ -23,4 +23,4 @@ class ResilientStreamExecutor(StreamExecutor):
         """Does nothing: the host has waited for the averages."""
 
     def raise_failure(self) -> None:
-        """Does nothing: the next operation of all ranks raises the failure where it is survived."""
+        """Does nothing: the next operation of all ranks raises the failure, and survives it."""

@@ -33,7 +33,7 @@ SMALL_NBYTES = 512 << 10
 cost, which is tenths of a second on a busy machine."""
 
 TENSOR = "gradwire tensor"
-"""First entry of the mark (TENSOR, index, dtype, shape) that stands for a tensor in a packed state."""
+"""First entry of the tuple (TENSOR, index, dtype, shape) that replaces a tensor in a packed state."""
 
 
 def rehearse() -> None:
@@ -100,7 +100,7 @@ class _Packed:
         state: Tensors, numbers, strings, and lists, tuples and dictionaries of them.
 
     Attributes:
-        said: Everything but the tensors, in the format of `torch.save`.
+        plain: Everything but the tensors, in the format of `torch.save`.
         tensors: The tensors, in the order of their marks; those without elements are not sent.
         pieces: Indices of the tensors in each broadcast.
 
@@ -120,14 +120,14 @@ class _Packed:
                 torch.load(one, weights_only=True)
             except Exception as error:
                 raise ValueError(
-                    f"the state `{name}` holds what cannot be handed over; wanted tensors, numbers, strings, and "
+                    f"the state `{name}` holds what cannot be sent; wanted tensors, numbers, strings, and "
                     f"lists, tuples and dictionaries of them ({str(error).splitlines()[0] if str(error) else error!r})"
                 ) from error
         odd = next((each for each in self.tensors if each.layout != torch.strided or each.is_meta), None)
         if odd is not None:
             raise ValueError(f"the state holds a tensor of layout {odd.layout} on {odd.device}; wanted a strided one")
         torch.save(marked, file)
-        self.said = file.getvalue()
+        self.plain = file.getvalue()
         self.pieces = _pieces([each.nbytes for each in self.tensors])
 
 
@@ -145,11 +145,11 @@ def check_state(own: Callable[[], Mapping[str, object]]) -> None:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"the state of the running job cannot be had: {error!r}") from error
+        raise ValueError(f"the state of the running job cannot be read: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class ReceivedState:
     """The result of `StateTransfer.run` on one rank.
 
     Attributes:
@@ -170,13 +170,13 @@ class _Head:
     Attributes:
         shared: Plain values that rank 0 sends to all ranks.
         refused: Reason for which no state follows; None if one does.
-        said: Number of bytes of everything but the tensors.
+        plain: Number of bytes of everything but the tensors.
         pieces: Number of bytes of each tensor, by broadcast.
     """
 
     shared: object
     refused: str | None
-    said: Count
+    plain: Count
     pieces: tuple[tuple[Count, ...], ...]
 
 
@@ -197,7 +197,7 @@ class StateTransfer:
         self._wait = wait
         self._planned = PlannedCollectives(communicator) if communicator.device.type == "cpu" else None
 
-    def run(self, own: Callable[[], Mapping[str, object]], shared: object, *, wanted: bool) -> Handed:
+    def run(self, own: Callable[[], Mapping[str, object]], shared: object, *, wanted: bool) -> ReceivedState:
         """Broadcasts rank 0's state, and returns it on the ranks that want it.
 
         Args:
@@ -214,14 +214,14 @@ class StateTransfer:
         head = {
             "shared": shared,
             "refused": refused,
-            "said": len(packed.said) if packed else 0,
+            "plain": len(packed.plain) if packed else 0,
             "pieces": [[packed.tensors[number].nbytes for number in piece] for piece in packed.pieces]
             if packed
             else [],
         }
         sent = _HEAD.read(self._send_bytes(json.dumps(head).encode() if root else b""))
         refused = sent.refused
-        said = self._send_bytes(packed.said if packed else b"", sent.said) if sent.said else b""
+        plain = self._send_bytes(packed.plain if packed else b"", sent.plain) if sent.plain else b""
         # Send the tensors, some of them end to end in each broadcast.
         bytes_of: list[Tensor] = []
         for number, counts in enumerate(sent.pieces):
@@ -234,7 +234,7 @@ class StateTransfer:
                         piece[offset : offset + part.numel()].copy_(part)
                         offset += part.numel()
                 except Exception as error:  # noqa: BLE001 - the others wait for the piece
-                    refused = f"the state of the running job has changed while it was handed over: {error!r}"
+                    refused = f"the state of the running job has changed while it was sent: {error!r}"
             piece = self._send(piece)
             if wanted:
                 bytes_of += [part.clone() for part in torch.split(piece, list(counts))]
@@ -242,8 +242,8 @@ class StateTransfer:
             refused = _WHY.read(self._send_bytes(json.dumps(refused).encode() if root else b""))
         # Rebuild the state where it is wanted.
         if not wanted or refused is not None:
-            return Handed(sent.shared, None, refused)
-        marked = torch.load(io.BytesIO(said), weights_only=True)
+            return ReceivedState(sent.shared, None, refused)
+        marked = torch.load(io.BytesIO(plain), weights_only=True)
         shapes: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
         _collect(marked, shapes)
         waiting = iter(bytes_of)
@@ -253,7 +253,7 @@ class StateTransfer:
             else torch.empty(shape, dtype=dtype, device=device)
             for number, (dtype, shape) in sorted(shapes.items())
         }
-        return Handed(sent.shared, unpack(marked, found.__getitem__), None)
+        return ReceivedState(sent.shared, unpack(marked, found.__getitem__), None)
 
     def _pack(self, own: Callable[[], Mapping[str, object]]) -> tuple[_Packed | None, str | None]:
         """Packs rank 0's state for the broadcast.
@@ -266,7 +266,7 @@ class StateTransfer:
         """
         try:
             return _Packed(own()), None
-        except Exception as error:  # noqa: BLE001 - told to those that wanted it
+        except Exception as error:  # noqa: BLE001 - sent to the joining processes instead of the state
             return None, f"{error}" if isinstance(error, ValueError) else f"{error!r}"
 
     def _send_bytes(self, own: bytes, nbytes: int | None = None) -> bytes:
@@ -283,6 +283,7 @@ class StateTransfer:
         return self._send(flat).cpu().numpy().tobytes()
 
     def _send(self, flat: Tensor) -> Tensor:
+        """Broadcasts rank 0's tensor and returns it on all ranks; `flat` is overwritten on the others."""
         if self._planned is not None and flat.nbytes > SMALL_NBYTES:
             self._planned.broadcast(flat, 0).wait()
             return flat
@@ -322,6 +323,7 @@ def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _collect(value: object, shapes: dict[int, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Adds index -> (dtype, shape) of each tensor of a packed state to `shapes`, in place."""
     if isinstance(value, tuple) and len(value) == 4 and value[0] == TENSOR:
         shapes[value[1]] = value[2], value[3]
     elif isinstance(value, dict):

@@ -71,7 +71,7 @@ ELASTIC = (
     Mutation(
         "members that cannot meet try for ever",
         _RESILIENT,
-        "                if alike >= MOST_REPEATS and time.monotonic() - began > MEETING_SECONDS:\n"
+        "                if alike >= MOST_REPEATS and time.monotonic() - began > RECONNECT_SECONDS:\n"
         "                    raise\n",
         "",
         "A connection that a firewall forbids keeps all ranks in the recovery.",
@@ -80,7 +80,7 @@ ELASTIC = (
     Mutation(
         "members that do not meet at once give up",
         _RESILIENT,
-        "                if alike >= MOST_REPEATS and time.monotonic() - began > MEETING_SECONDS:\n",
+        "                if alike >= MOST_REPEATS and time.monotonic() - began > RECONNECT_SECONDS:\n",
         "                if alike >= MOST_REPEATS:\n",
         "A network that is mended after some seconds has ended the job.",
         (_MEET,),

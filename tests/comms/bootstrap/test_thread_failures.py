@@ -247,19 +247,19 @@ def test_nobody_joins_any_more_and_who_waits_is_told(monkeypatch: pytest.MonkeyP
     store = HashStore()
     store.add("join/count", 1)
     requests = Requests(store, timedelta(seconds=SECONDS), {}, {})
-    looks: list[object] = []
-    look: Callable[[], object] = requests._look
+    polls: list[object] = []
+    poll: Callable[[], object] = requests._poll_store
 
     def fail_later() -> None:
-        looks.append(look())
-        if len(looks) == 2:
+        polls.append(poll())
+        if len(polls) == 2:
             raise PLANTED
 
-    monkeypatch.setattr(requests, "_look", fail_later)
-    assert requests.look(lambda newcomer: None) == 0
+    monkeypatch.setattr(requests, "_poll_store", fail_later)
+    assert requests.poll(lambda newcomer: None) == 0
     ended.get(timeout=SECONDS)
     assert b"planted" in store.get("join/1/answer")
-    assert requests.look(lambda newcomer: None) == 0
+    assert requests.poll(lambda newcomer: None) == 0
 
 
 @pytest.mark.parametrize("call", ["_accept", "_echo_packets"])

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms.bootstrap.compat import HashStore, TCPStore
 from gradwire.comms.elastic import joining
-from gradwire.comms.elastic.joining import Newcomer, Requests, ask
+from gradwire.comms.elastic.joining import Newcomer, Requests, request_admission
 from gradwire.comms.elastic.membership import EvictedError, View
 from gradwire.comms.elastic.peer_info import packed
 from gradwire.comms.elastic.transfer import check_state
@@ -52,7 +52,7 @@ RUNNING: dict[str, tuple[nn.Module, Callable[[], dict[str, Any]]]] = {
     "a state that cannot be had": (nn.Linear(4, 4), fails),
 }
 JOINING: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "an object": (lambda: nn.Linear(4, 4), "holds what cannot be handed over"),
+    "an object": (lambda: nn.Linear(4, 4), "holds what cannot be sent"),
     "a state that cannot be had": (lambda: nn.Linear(4, 4), "not consolidated"),
     "shapes that broadcast": (lambda: nn.Linear(1, 4), r"`weight` of the model is float32 of \[4, 1\]"),
     "other shapes": (lambda: nn.Linear(4, 5), r"`weight` of the model is float32 of \[5, 4\]"),
@@ -135,7 +135,7 @@ def look(requests: Requests, wanted: Callable[[], bool]) -> int:
     listed = 0
     while not wanted() and not listed:
         assert time.monotonic() < deadline
-        listed = requests.look(fits)
+        listed = requests.poll(fits)
         time.sleep(0.02)
     return listed
 
@@ -168,7 +168,7 @@ def test_who_is_killed_between_its_two_writes_keeps_nobody_out() -> None:
 
     def rank(index: int) -> None:
         if index:
-            answered.append(ask(store, {"plan": "auto"}, TIMEOUT, peer_info(), MODEL)[0])
+            answered.append(request_admission(store, {"plan": "auto"}, TIMEOUT, peer_info(), MODEL)[0])
             return
         listed = look(requests, lambda: False)
         newcomers = requests.listed(listed)
@@ -178,7 +178,7 @@ def test_who_is_killed_between_its_two_writes_keeps_nobody_out() -> None:
 
     run_ranks(2, rank)
     assert (answered[0].rank, answered[0].generation) == (1, 1)
-    assert requests.look(fits) == 0
+    assert requests.poll(fits) == 0
     requests.close()
 
 
@@ -188,7 +188,7 @@ def test_who_says_nothing_for_long_is_told_so(monkeypatch: pytest.MonkeyPatch) -
     number = asked(store, "nothing")
     requests = Requests(store, TIMEOUT, {}, MODEL)
     look(requests, lambda: store.check([f"join/{number}/answer"]))
-    assert "has said nothing" in json.loads(store.get(f"join/{number}/answer"))["refused"]
+    assert "no heartbeat" in json.loads(store.get(f"join/{number}/answer"))["refused"]
     requests.close()
 
 
@@ -204,9 +204,9 @@ def test_no_step_waits_for_a_store_that_does_not_answer() -> None:
         return 0
 
     requests._store.add = stall  # type: ignore[method-assign]
-    assert requests.look(fits) == 0
+    assert requests.poll(fits) == 0
     assert asking.wait(SECONDS)
-    assert requests.look(fits) == 0  # though the answer to the thread's question is open
+    assert requests.poll(fits) == 0  # though the answer to the thread's question is open
     assert not answers.is_set()
     answers.set()
     requests.close()

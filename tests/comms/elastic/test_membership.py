@@ -83,7 +83,7 @@ def test_who_joins_is_among_the_members_of_all_or_of_none() -> None:
     views = run_ranks(3, lambda rank: made[rank].admit({"new": "says this"}))
     assert {view.members for view in views} == {("rank 0", "rank 1", "rank 2", "new")}
     assert {view.joined for view in views} == {("new",)}
-    assert [each.said["new"] for each in made] == ["says this"] * 3
+    assert [each.packed_infos["new"] for each in made] == ["says this"] * 3
     assert [str(each.first and each.first.source) for each in before] == [OVER] * 3
     # It never comes: the ranks that wait for it go on without it.
     views = run_ranks(3, lambda rank: made[rank].next(SECONDS))
