@@ -126,7 +126,7 @@ class Communicator:
         failure_policy: FailurePolicy | None = None,
         kernels: str = "",
     ) -> None:
-        # Settle the device and the timeout.
+        # Determine the device and the timeout.
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         check_transport(config.transport_name, device)
@@ -140,7 +140,7 @@ class Communicator:
         def polling(plain: Store) -> PollingStore:
             return failure_policy.polling(plain) if failure_policy else PollingStore(plain, config.timeout, ranks=size)
 
-        # Exchange with the other ranks where they are and what they have, unless that is known.
+        # Exchange placement, hardware and settings with the other ranks, unless they are known.
         own = polling(PrefixStore(f"gradwire/{name}", store))
         server: ProbeServer | None = None
         self._leave: Callable[[], object] = lambda: None
@@ -150,13 +150,13 @@ class Communicator:
             server = ProbeServer.open()
             try:
                 peer_info = self._peer_info(server, own.host, size)
-                peer_infos = exchange(own, peer_info, config.timeout, server, _met_before(group, global_ranks))
+                peer_infos = exchange(own, peer_info, config.timeout, server, _find_exited_of(group, global_ranks))
             except BaseException:
                 server.close()
                 raise
             self._leave = weakref.finalize(self, _leave, server, peer_infos.generation, rank)
         self.peer_infos = peer_infos
-        """Host, devices and settings of every rank; its `generation` is unique to this meeting of these ranks."""
+        """Host, devices and settings of every rank; its `generation` is unique to this start of these ranks."""
         self.plain_store = PrefixStore(peer_infos.generation, own.plain)
         """Store for messages between these ranks, without keys of an earlier generation."""
         # Plans, and how failed ranks are reported.
@@ -172,7 +172,7 @@ class Communicator:
         # Transports, which connect later, and the executor.
         interface = None
         if config.nics == NIC_PER_RANK:
-            from gradwire.comms.bootstrap.nics import interface_of  # here: gloo takes one for all, where nobody asks
+            from gradwire.comms.bootstrap.nics import interface_of  # here: usually gloo chooses it
 
             interface = interface_of(peer_infos, rank, config)
         self._groups = Groups(
@@ -197,7 +197,7 @@ class Communicator:
         leave_to_parent(self)
 
     def _peer_info(self, server: ProbeServer, store_host: str | None, size: int) -> PeerInfo:
-        """Returns what this rank tells the others: hardware, settings that must be equal, and its probe address.
+        """Returns what this rank publishes: hardware, settings that must be equal, and its probe address.
 
         Args:
             server: Server that answers the probes of other ranks.
@@ -207,8 +207,8 @@ class Communicator:
         config = self.config
         on_one_host = config.host is None and self.device.type == "cpu" and job_is_on_one_host()
         needless = (size == 1 or on_one_host) and not config.elastic and config.nics != NIC_PER_RANK
-        nobody = Hardware(None, None, None) if needless else None  # no other host: the hardware need not be read
-        own = PeerInfo.here(self.rank, size, config, self.device, known=nobody)
+        unread = Hardware(None, None, None) if needless else None  # no other host: the hardware need not be read
+        own = PeerInfo.here(self.rank, size, config, self.device, known=unread)
         if self._kernels:
             own = replace(own, shared=own.shared | {"kernels": self._kernels})
         return replace(own, port=server.port, addresses=tuple(own_addresses(store_host)))
@@ -295,7 +295,7 @@ class Communicator:
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             executor.interrupt(error.with_traceback(None))
             failed = f"{error}"
-            if self.device.type != "cuda":  # lanes have nothing to interrupt, so nobody has been told
+            if self.device.type != "cuda":  # lanes have nothing to interrupt, so the other ranks do not know of it yet
                 self._reporter.signal_abort(failed)
         finally:
             executor.activity = before
@@ -353,15 +353,15 @@ class Communicator:
             self.connect(numel * dtype.itemsize)
         self.executor.stats.all_reduces += all_reduce.counted
         if all_reduce.counted:
-            # Planned once for each bucket size: every other bucket is one look-up.
+            # Planned once for each bucket size; later buckets of that size take one dictionary access.
             rank_plan = self.rank_plans.planned.get((numel, dtype, layout))
             if rank_plan is None:
                 rank_plan = self.rank_plans.plan_for(numel, dtype, layout)
         else:
             rank_plan = self.rank_plans.unlisted(numel, dtype)
         # Move compression state if the parameters of this bucket have moved since it was last reduced.
-        if layout is not None and held is not None and layout not in held.settled and held.has_moved(layout):
-            if not held.alike:
+        if layout is not None and held is not None and layout not in held.migrated and held.has_moved(layout):
+            if not held.same_placement:
                 _share(self, layout, whole=not rank_plan.shares_ownership)
             self.executor.migrate(layout, rank_plan, self.device, ask=held.asks)
         self.executor.start(all_reduce, rank_plan, scale, flush, hold=hold, after=after)
@@ -385,12 +385,14 @@ class Communicator:
         names, inside = self.cluster.level_names, self.cluster.level_names[0]
         between = "all ranks" if self.config.plan_name == "flat" or len(names) == 1 else names[1]
 
-        def book(place: int, op: str, logical_nbytes: int, wire_nbytes: float) -> None:
+        def count(place: int, op: str, logical_nbytes: int, wire_nbytes: float) -> None:
             level = between if place == BETWEEN else inside
             self.executor.stats.add(SPARSE_PHASE + place, f"sparse {op}", level, logical_nbytes, wire_nbytes)
 
         self.executor.stats.all_reduces += 1
-        steps = sum_sparse(bucket.flat, self._groups, self.rank, sharing, scale=scale, as_dense=as_dense, book=book)
+        steps = sum_sparse(
+            bucket.flat, self._groups, self.rank, sharing, scale=scale, as_dense=as_dense, count_sent=count
+        )
         self.executor.start_steps(bucket, "the sum of a sparse gradient", steps, LANES)
 
     @contextmanager
@@ -562,7 +564,7 @@ class Communicator:
         if orderly:
             self._groups.close()
         else:
-            # The executor has waited already: tell the other ranks that nothing more will come, and do not wait again.
+            # The executor has waited already: publish that nothing more will come, and do not wait again.
             self._groups.close(0.0)
 
     @property
@@ -583,13 +585,13 @@ class Communicator:
         name = "exact" if idle else chooser.compressed_name()
         return f"{name} {' '.join(','.join(map(str, node)) for node in nodes)}"
 
-    def state_loaded(self, *, alike: bool = True) -> None:
-        """Tells the communicator that the compressor's state was replaced; all ranks call it, between two steps.
+    def state_loaded(self, *, same_placement: bool = True) -> None:
+        """Records that the compressor's state was replaced; all ranks call it, between two steps.
 
         Args:
-            alike: True if the state was saved with the placement that ranks have now; the same on all ranks.
+            same_placement: True if the state was saved with the placement that ranks have now; the same on all ranks.
         """
-        self._held = _state_layouts(self.compressor, loaded=True, alike=alike)
+        self._held = _state_layouts(self.compressor, loaded=True, same_placement=same_placement)
         # The boundaries of shards may be part of the compressor's state.
         self.rank_plans.clear()
 
@@ -626,11 +628,11 @@ def _peer_table(peer_infos: PeerInfos, cluster: Cluster, rank: int, server: Prob
     return PeerTable(peer_infos.generation, rank, addresses, node, server)
 
 
-_met: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
-"""Process group -> communicator that `meet` has made for it."""
+_with_addresses: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
+"""Process group -> communicator that `exchange_addresses` has made for it."""
 
 
-def meet(group: dist.ProcessGroup, config: Config) -> Communicator:
+def exchange_addresses(group: dist.ProcessGroup, config: Config) -> Communicator:
     """Exchanges the probe addresses of all ranks of a group, once for each group.
 
     Communicators that are made later of these ranks (for the default group, also of some of them) then do not wait for
@@ -646,23 +648,23 @@ def meet(group: dist.ProcessGroup, config: Config) -> Communicator:
     Raises:
         RuntimeError: A rank did not join within the time-out.
     """
-    if group not in _met:
+    if group not in _with_addresses:
         own, cpu = Config(timeout=config.timeout, hostname=config.hostname), torch.device("cpu")
-        _met[group] = Communicator(store_of(group), group.rank(), group.size(), cpu, own, name="all")
-    return _met[group]
+        _with_addresses[group] = Communicator(store_of(group), group.rank(), group.size(), cpu, own, name="all")
+    return _with_addresses[group]
 
 
 def _ended_of(group: dist.ProcessGroup | None) -> FindExited | None:
     """Returns a function that finds exited ranks of a group; None if there is none.
 
-    There is one for a group for which `meet` was called, and for a group of the backend "gradwire".
+    There is one for a group for which `exchange_addresses` was called, and for a group of the backend "gradwire".
     """
     if (ended := getattr(group, "ended", None)) is not None:
         return cast(FindExited, ended)
-    return _met[group].ended if group is not None and group in _met else None
+    return _with_addresses[group].ended if group is not None and group in _with_addresses else None
 
 
-def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | None) -> FindExited | None:
+def _find_exited_of(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | None) -> FindExited | None:
     """Returns a function that finds exited ranks of a group, by its own means or those of the default group.
 
     Args:
@@ -678,23 +680,23 @@ def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | N
         return None
     if global_ranks is None:
         global_ranks = dist.get_process_group_ranks(group) if group is not None and is_known(group) else ()
-    everybody = tuple(global_ranks)
+    members = tuple(global_ranks)
 
     def of_them(ranks: Sequence[int]) -> list[int]:
-        return [everybody.index(each) for each in ended([everybody[rank] for rank in ranks])]
+        return [members.index(each) for each in ended([members[rank] for rank in ranks])]
 
-    return of_them if everybody else None
+    return of_them if members else None
 
 
-def _leave(server: ProbeServer, start: str, rank: int) -> None:
+def _leave(server: ProbeServer, generation: str, rank: int) -> None:
     """Stops answering probes as a rank of a generation.
 
     Args:
         server: Probe server of this process; closed.
-        start: Generation of the communicator.
+        generation: Generation id of the communicator.
         rank: This rank in it.
     """
-    server.unregister(start, rank)
+    server.unregister(generation, rank)
     server.close()
 
 
@@ -750,19 +752,21 @@ def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
                     store.adopt(part, values)
 
 
-def _state_layouts(compressor: Compressor | None, *, loaded: bool, alike: bool = True) -> "StateLayouts | None":
+def _state_layouts(
+    compressor: Compressor | None, *, loaded: bool, same_placement: bool = True
+) -> "StateLayouts | None":
     """Makes the record of the layouts that a compressor has state for; None without a compressor.
 
     Args:
         compressor: The compressor.
         loaded: True if its state was loaded or comes from other ranks.
-        alike: True if that state was saved with the placement that ranks have now.
+        same_placement: True if that state was saved with the placement that ranks have now.
     """
     if compressor is None:
         return None
     from gradwire.comms.migration import StateLayouts  # here: exact gradients leave nothing behind
 
-    return StateLayouts(traits_of(compressor).dtypes, loaded=loaded, alike=alike)
+    return StateLayouts(traits_of(compressor).dtypes, loaded=loaded, same_placement=same_placement)
 
 
 def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int] | None:

@@ -7,8 +7,8 @@ hook is registered, so the communicator divides by the world size, before it nar
 Optional features are not named here: they follow a step as listeners (`step/listeners.py`), or are a subclass
 (`step/features.py` chooses it).
 
-Thread safety: the thread that runs backward calls `reduce`, `_last_came` and `_backward_ended`; other methods are for
-the training thread between two steps. No lock is needed, because the two never run at once.
+Thread safety: the thread that runs backward calls `reduce`, `_last_bucket_arrived` and `_backward_ended`; other methods
+are for the training thread between two steps. No lock is needed, because the two never run at once.
 """
 
 import logging
@@ -40,7 +40,7 @@ from gradwire.comms.session import GradientSession, GradientState, SessionRanks
 from gradwire.comms.step.backward_tracker import BackwardTracker, StepState, is_timed
 from gradwire.comms.step.features import HOOK_OPTIONS, OptionalMembers, refuse_without_option, state_class
 from gradwire.comms.step.listeners import EndedStep
-from gradwire.comms.step.model_group import NOT_ALL_CAME, checked_group, divides_by_present, group_of, owners_of
+from gradwire.comms.step.model_group import NOT_ALL_JOINED, checked_group, divides_by_present, group_of, owners_of
 from gradwire.comms.streams import Mark
 from gradwire.compressors.base import Layout
 
@@ -244,7 +244,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             with stats.recorder.host_range(f"bucket {len(self._buckets)}"):
                 future = self._reduce(bucket, flat, connection, now)
         if bucket.is_last():
-            self._last_came(connection)
+            self._last_bucket_arrived(connection)
         return future
 
     def raise_failure(self) -> None:
@@ -271,7 +271,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
         for listener in connection.listeners.for_buckets if self._has_inputs else ():
-            listener.bucket_came(layout, bucket.parameters(), flat)
+            listener.bucket_arrived(layout, bucket.parameters(), flat)
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), self.names.known(bucket.parameters())
@@ -363,7 +363,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         try:
             return GradientSession(ranks, device, self.config, self.names)
         except DidNotJoinError as error:
-            raise error if self._group is not None else DidNotJoinError(f"{error}. {NOT_ALL_CAME}") from None
+            raise error if self._group is not None else DidNotJoinError(f"{error}. {NOT_ALL_JOINED}") from None
 
     def _close_ranks(self, connection: GradientSession) -> None:
         """Closes the communicator of the connected ranks."""
@@ -386,7 +386,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._ddp = weakref.ref(owners[0])
 
     def _begin_step(self, connection: GradientSession) -> None:
-        """Begins a step at its first bucket: decides what is timed and deferred, and tells the listeners."""
+        """Begins a step at its first bucket: decides what is timed and deferred, and calls the listeners."""
         self._has_inputs = queue_end_of_backward(self._backward_ended)
         self._backward.begin(autograd_calls=self._has_inputs)
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
@@ -403,9 +403,9 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         connection.grouping = connection.fusion
         connection.listeners.step_began(self.steps)
 
-    def _last_came(self, connection: GradientSession) -> None:
+    def _last_bucket_arrived(self, connection: GradientSession) -> None:
         """Sends all deferred all-reduces after the last bucket: DDP may wait for them before it returns to autograd."""
-        ends = self._backward.last_bucket_came()
+        ends = self._backward.last_bucket_arrived()
         self._send_rest(connection)
         connection.listeners.last_bucket_sent(connection.communicator)
         if ends:

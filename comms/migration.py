@@ -38,8 +38,8 @@ def migrate(
             exchanges all of it.
     """
     own = [layout.cut(start, stop) for start, stop in shards]
-    misplaced = (not ask and node is not None) or not is_settled(compressor.state_runs(), layout, own)
-    if node is not None and ask:  # all ranks of the node must decide alike: what follows is collective
+    misplaced = (not ask and node is not None) or not is_with_owners(compressor.state_runs(), layout, own)
+    if node is not None and ask:  # all ranks of the node must decide equally: what follows is collective
         word = torch.tensor([int(misplaced)], dtype=torch.int32, device=device)
         node.all_reduce(word).wait()
         misplaced = bool(word.item())
@@ -52,7 +52,7 @@ def migrate(
         compressor.adopt(piece, rows[:, start:stop].contiguous())
 
 
-def is_settled(runs: Iterable[StateRun], layout: Layout, own: Sequence[Layout]) -> bool:
+def is_with_owners(runs: Iterable[StateRun], layout: Layout, own: Sequence[Layout]) -> bool:
     """Returns whether all state that this rank has for a bucket belongs to elements that it owns.
 
     Args:
@@ -97,24 +97,26 @@ class StateLayouts:
     Args:
         dtypes: Dtypes of buckets that have state; see `CompressorTraits.dtypes`.
         loaded: True if the state was loaded or comes from other ranks, so that its layouts are not known here.
-        alike: True if the state was saved with the placement that ranks have now, so that each node has all the state
-            that payloads are decoded with.
+        same_placement: True if the state was saved with the placement that ranks have now, so that each node has all
+            state that payloads are decoded with.
 
     Attributes:
         dtypes: Dtypes of buckets that have state.
-        alike: True if the state was saved with the placement that ranks have now.
-        settled: Layouts whose state is with its owners.
+        same_placement: True if the state was saved with the placement that ranks have now.
+        migrated: Layouts whose state is with its owners.
         asks: After `has_moved` has returned True: whether the ranks of the node shall ask each other before they move
             the state; see `ask` of `migrate`.
     """
 
-    def __init__(self, dtypes: Collection[torch.dtype] | None, *, loaded: bool = False, alike: bool = True) -> None:
+    def __init__(
+        self, dtypes: Collection[torch.dtype] | None, *, loaded: bool = False, same_placement: bool = True
+    ) -> None:
         self.dtypes = dtypes
-        self.alike = alike
+        self.same_placement = same_placement
         self.asks = False
         self._loaded = loaded
         self._layout_of: dict[str, Layout] = {}
-        self.settled: set[Layout] = set()
+        self.migrated: set[Layout] = set()
 
     def has_moved(self, layout: Layout) -> bool:
         """Returns whether state must be moved before a bucket is compressed; records the layout, and sets `asks`.
@@ -122,13 +124,13 @@ class StateLayouts:
         Args:
             layout: Layout of the bucket.
         """
-        if layout in self.settled:
+        if layout in self.migrated:
             return False
         known = [self._layout_of.get(item.name) for item in layout.slices]
         had, moves = any(each is not None for each in known), False
         if any(each is not layout and each != layout for each in {id(each): each for each in known}.values()):
             self._layout_of.update((item.name, layout) for item in layout.slices)
-            self.settled.clear()
+            self.migrated.clear()
             moves, self.asks = had or self._loaded, not had
-        self.settled.add(layout)
+        self.migrated.add(layout)
         return moves

@@ -281,7 +281,7 @@ class AveragingSession:
         if self.compression is not None:
             with self.communicator.exclusive():
                 self.compression.load_state_dict(own)
-            self.communicator.state_loaded(alike=self.compression.alike)
+            self.communicator.state_loaded(same_placement=self.compression.same_placement)
 
 
 class GradientSession(AveragingSession):

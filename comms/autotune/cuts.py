@@ -256,11 +256,11 @@ class LearnsCuts(StepListener):
             if not self._communicator.config.elastic:
                 raise
             self._over = True
-            log.warning("gradwire: the search for cuts ends, and what is in use stays: %s", refused)
+            log.warning("gradwire: the search for cuts ends, and the present cuts stay: %s", refused)
             return
         self._over = self.finder.over
         if plan != before:
-            # First, so that all ranks have the decision even if one of them is lost now, and some cannot connect.
+            # First, so that all ranks have the decision even if one of them fails now, and some cannot connect.
             self._fusion.change(plan)
             try:
                 self._communicator.connect(max(sizes))

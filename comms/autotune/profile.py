@@ -91,7 +91,7 @@ def load(file: Path, key: dict[str, object]) -> FusionPlan | None:
             raise ValueError(f"it was made for another {', '.join(other)}")
         return plan_from(document["plan"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        log.warning("gradwire: the cuts in %s are ignored: %s; they are found anew", file, error)
+        log.warning("gradwire: the cuts in %s are ignored: %s; they are determined again", file, error)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Models TCP over a link between CPU nodes with a long round trip or lost packets; see `over_distance`.
+"""Models TCP over a link between CPU nodes with a long round trip or lost packets.
 
 A TCP connection sends a window of W bytes in each round trip R. If packets are lost with probability p, the window is
 W = MSS sqrt(3 / (2 p)) on average. After a pause a connection starts with W_0 = ten packets and doubles its window in
@@ -7,7 +7,8 @@ therefore lose
 
     k R - (2^k - 1) n W_0 / B    with k = log2(B R / (n W_0)), if that is positive.
 
-`connections_for` returns the number of connections that makes this loss zero, up to a limit.
+`over_distance` applies the model to a link. `connections_for` returns the number of connections that makes this loss
+zero, up to a limit.
 
 Source: Mathis et al., "The macroscopic behavior of the TCP congestion avoidance algorithm", CCR 27 (1997), equation 3;
 RFC 6928 for the ten packets W_0; RFC 2861 for the pause.

@@ -1,7 +1,7 @@
 """Measures the links between CPU nodes before the first step, mostly in less than a second.
 
 `quick_probe` runs if link rates are not known. All nodes exchange bytes in pairs at once, as in `unit_rates`. A first
-short exchange shows how many bytes fit into `SWAP_SECONDS`. The probe uses connections that training needs, too, and
+short exchange shows how many bytes fit into `EXCHANGE_SECONDS`. The probe uses connections that training needs too, and
 shares its result by an all-reduce, without the store.
 
 The rates are used for predictions and advice from the first step on. In addition, nodes with slower links own less of
@@ -44,7 +44,7 @@ rate."""
 TRIAL_NBYTES = 64 << 10
 """Bytes that each node sends in the first timed exchange, which decides the size of the others: 52 ms on 10 Mbit/s."""
 
-SWAP_SECONDS, LEAST_SWAPPED_NBYTES, MOST_SWAPPED_NBYTES = 0.08, 32 << 10, 1 << 20
+EXCHANGE_SECONDS, LEAST_EXCHANGED_NBYTES, MOST_EXCHANGED_NBYTES = 0.08, 32 << 10, 1 << 20
 """Intended time of a timed exchange on the slowest link, and its smallest and largest number of bytes from each node.
 With a third of this time, a link four times as fast took 7 ms, and the tokens that a shaper saves in a pause made one
 of three equal links seem a third faster (at a load of 8 on two cores)."""
@@ -53,10 +53,10 @@ BUDGET_SECONDS = 0.5
 """Time for all exchanges after the first trial; on very slow links each node has fewer partners. If a single exchange
 would take longer (a trial of 0.3 s or more, 1.8 Mbit/s), the trial is the only measurement."""
 
-MEETINGS = 3
+PARTNERS = 3
 """Most partners of each node: a node that is paired with a slow one is then also paired with another one."""
 
-SMALL_SWAPS = 5
+SMALL_EXCHANGES = 5
 """Number of exchanges of one element for the latency; their median counts."""
 
 
@@ -84,27 +84,27 @@ def quick_probe(communicator: Communicator) -> bool:
         return False
     # Connect the first rank of each node.
     began = time.perf_counter()
-    meeting = Meeting(communicator)
-    if not meeting.is_possible:
-        log.warning("links are not looked at: the ranks between nodes are not connected by gloo")
+    exchanges = PairedExchanges(communicator)
+    if not exchanges.is_possible:
+        log.warning("links are not measured: the ranks between nodes are not connected by gloo")
         return False
     # A short exchange decides how many bytes the others have, and how many of them there is time for.
-    rounds = pairings(len(nodes), MEETINGS)
-    trials = meeting.meet(rounds[0], TRIAL_NBYTES)
+    rounds = pairings(len(nodes), PARTNERS)
+    trials = exchanges.run(rounds[0], TRIAL_NBYTES)
     seconds, latency = (max(column) for column in zip(*(each[2:] for each in trials), strict=True))
-    nbytes = swapped_nbytes(seconds)
+    nbytes = exchanged_nbytes(seconds)
     affordable = int(BUDGET_SECONDS * TRIAL_NBYTES / (seconds * (DRAIN_NBYTES + nbytes)))
     odd = len(nodes) % 2  # one node pauses in each round
-    met = [each[:3] for each in trials] if affordable == 0 else []
+    trial = [each[:3] for each in trials] if affordable == 0 else []
     nbytes = nbytes if affordable else TRIAL_NBYTES
     rounds = rounds[: max(1 + odd, affordable)] if affordable else rounds[1 : 1 + odd]
-    took = met + [each[:3] for pairs in rounds for each in meeting.meet(pairs, nbytes)]
+    took = trial + [each[:3] for pairs in rounds for each in exchanges.run(pairs, nbytes)]
     # Make rates of the times; nodes get different shares only if gloo's order of sums is known.
     levels = list(cluster.levels)
     link = replace(levels[1].link, alpha_seconds=latency, presumed=False)
     levels[1] = replace(levels[1], link=link)
-    rates = node_rates(len(nodes), nbytes, took, every_partner=len(rounds) == len(pairings(len(nodes), MEETINGS)))
-    if min(rates) < max(rates) and not (knows_gloo_sums() and meeting.sums_as_rings()):
+    rates = node_rates(len(nodes), nbytes, took, every_partner=len(rounds) == len(pairings(len(nodes), PARTNERS)))
+    if min(rates) < max(rates) and not (knows_gloo_sums() and exchanges.sums_as_rings()):
         log.warning(
             "in which order gloo of torch %s adds is not known: nodes share equally, whatever their links give",
             torch.__version__,
@@ -117,16 +117,17 @@ def quick_probe(communicator: Communicator) -> bool:
     return True
 
 
-def swapped_nbytes(trial_seconds: float) -> int:
-    """Returns how many bytes each node shall send in a timed exchange, so that it takes about `SWAP_SECONDS`.
+def exchanged_nbytes(trial_seconds: float) -> int:
+    """Returns how many bytes each node shall send in a timed exchange, so that it takes about `EXCHANGE_SECONDS`.
 
     Args:
         trial_seconds: Seconds that an exchange of `TRIAL_NBYTES` has taken on the slowest link.
 
     Returns:
-        Bytes, from `LEAST_SWAPPED_NBYTES` to `MOST_SWAPPED_NBYTES`.
+        Bytes, from `LEAST_EXCHANGED_NBYTES` to `MOST_EXCHANGED_NBYTES`.
     """
-    return round(min(max(TRIAL_NBYTES / trial_seconds * SWAP_SECONDS, LEAST_SWAPPED_NBYTES), MOST_SWAPPED_NBYTES))
+    nbytes = TRIAL_NBYTES / trial_seconds * EXCHANGE_SECONDS
+    return round(min(max(nbytes, LEAST_EXCHANGED_NBYTES), MOST_EXCHANGED_NBYTES))
 
 
 def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], *, every_partner: bool) -> list[float]:
@@ -148,7 +149,7 @@ def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], 
     return [usual * share for share in relative]
 
 
-class Meeting:
+class PairedExchanges:
     """Times exchanges between pairs of nodes, over the first lane of training's plans, which is idle before training.
 
     Args:
@@ -168,11 +169,11 @@ class Meeting:
         self._rail: GlooTransport | None = None
         line_up(communicator)
         if place == 0:
-            self._run("connecting", self._connect)
+            self._call("connecting", self._connect)
         missing = _numbers(place == 0 and self._rail is None)
-        self.is_possible = not _told(communicator, missing).any()
+        self.is_possible = not _sum_over_ranks(communicator, missing).any()
 
-    def meet(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int, float, float]]:
+    def run(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int, float, float]]:
         """Exchanges `nbytes` between the nodes of each pair, in all pairs at once; every rank calls it.
 
         Args:
@@ -189,11 +190,12 @@ class Meeting:
         table = torch.zeros(communicator.size, 2, dtype=torch.float32, device="cpu")
         if partner is not None and self._rail is not None:
             rail, other = self._rail, partner
-            seen = self._run(
-                f"swapping with node {other}", lambda: rail.listening(lambda: swaps(rail, other, nbytes, DRAIN_NBYTES))
+            seen = self._call(
+                f"exchanging with node {other}",
+                lambda: rail.listening(lambda: timed_exchange(rail, other, nbytes, DRAIN_NBYTES)),
             )
             table[communicator.rank] = _numbers(*seen)
-        table = _told(communicator, table)
+        table = _sum_over_ranks(communicator, table)
         found = []
         for one, other in pairs:
             ranks = [*self._nodes[one], *self._nodes[other]]
@@ -205,8 +207,8 @@ class Meeting:
         """Returns whether gloo's all_reduce adds in the order of `ring_runs`; all ranks call it, with one result."""
         wrong = False
         if (rail := self._rail) is not None:
-            wrong = not self._run("a trial sum", lambda: sums_as_rings(rail))
-        return not _told(self._communicator, _numbers(wrong)).any()
+            wrong = not self._call("a trial sum", lambda: sums_as_rings(rail))
+        return not _sum_over_ranks(self._communicator, _numbers(wrong)).any()
 
     def partner(self, pairs: Sequence[tuple[int, int]]) -> int | None:
         """Returns the node that this rank's node is paired with; None if it is in no pair.
@@ -224,7 +226,7 @@ class Meeting:
             rail.connect_both_ways()  # also if this node has no partner at first
             self._rail = cast(GlooTransport, rail)
 
-    def _run(self, what: str, call: Callable[[], Result]) -> Result:
+    def _call(self, what: str, call: Callable[[], Result]) -> Result:
         """Returns what `call` returns. If it raises, all ranks raise an error that names this rank.
 
         Args:
@@ -237,11 +239,11 @@ class Meeting:
             returned.append(call())
             return Done()
 
-        self._communicator.run_collective(f"the look at the links ({what})", issue, self._members)
+        self._communicator.run_collective(f"the measurement of the links ({what})", issue, self._members)
         return returned[0]
 
 
-def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
+def timed_exchange(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
     """Returns (seconds of an exchange with another rank, seconds of an exchange of a single element).
 
     Args:
@@ -251,7 +253,7 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
         saved_nbytes: Bytes that a traffic shaper may let pass at once; they are exchanged before the timed bytes.
     """
 
-    def swap(numel: int) -> float:
+    def exchange(numel: int) -> float:
         began = time.perf_counter()
         rail.sendrecv(other, received[:numel], sent[:numel]).wait()
         return time.perf_counter() - began
@@ -259,10 +261,10 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
     saved, numel = -(-saved_nbytes // 4), max(nbytes // 4, 1)
     sent = torch.zeros(max(saved, numel), dtype=torch.float32, device="cpu")
     received = torch.empty_like(sent)
-    swap(1)
-    small = statistics.median([swap(1) for _ in range(SMALL_SWAPS)])
-    swap(saved)
-    return swap(numel), small
+    exchange(1)
+    small = statistics.median([exchange(1) for _ in range(SMALL_EXCHANGES)])
+    exchange(saved)
+    return exchange(numel), small
 
 
 def _numbers(*values: float) -> torch.Tensor:
@@ -270,7 +272,7 @@ def _numbers(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-def _told(communicator: Communicator, flat: torch.Tensor) -> torch.Tensor:
+def _sum_over_ranks(communicator: Communicator, flat: torch.Tensor) -> torch.Tensor:
     """Returns the sum of a tensor over all ranks, with the same bits on all of them; every rank calls it.
 
     Args:

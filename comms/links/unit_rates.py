@@ -1,4 +1,4 @@
-"""Measures the rate of each node's link, at start-up and periodically during training; see `UnitRates`.
+"""Measures the rate of each node's link, at start-up and periodically during training.
 
 A collective over all nodes is as fast as its slowest link, so it cannot show which node is slow. Here nodes exchange
 bytes in pairs, all pairs at once, in a few rounds with changing partners. A pair is as fast as the slower of its two
@@ -14,14 +14,14 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.links.probe import line_up
 from gradwire.comms.step.listeners import StepListener
 
-SWAPPED_NBYTES, LEAST_SWAPPED_NBYTES, SWAP_SECONDS = 1 << 20, 512 << 10, 0.02
+EXCHANGED_NBYTES, LEAST_EXCHANGED_NBYTES, EXCHANGE_SECONDS = 1 << 20, 512 << 10, 0.02
 """Largest and smallest number of bytes from each node to its partner, over all its ranks, and the intended time on the
 slowest link. The smallest is more than a traffic shaper lets pass at once."""
 
-MEETINGS, REPEATS = 3, 3
+PARTNERS, REPEATS = 3, 3
 """Number of partners of each node, and number of exchanges with each partner, whose median counts."""
 
-ALIKE = 0.8
+EQUAL_SHARE = 0.8
 """Share of the fastest rate from which a node counts as equally fast; measurements scatter by less."""
 
 REMEASURE_STEPS = 500
@@ -33,7 +33,7 @@ def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
 
     Args:
         count: Number of nodes. With an odd number one node has no partner in each round.
-        rounds: Largest number of rounds. There are fewer if each node has met all others before.
+        rounds: Largest number of rounds. There are fewer if each node has been paired with all others before.
 
     Returns:
         For each round, a list of (node with the lower number, its partner).
@@ -52,8 +52,8 @@ def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
 def relative_rates(count: int, seconds: Sequence[tuple[int, int, float]]) -> tuple[float, ...]:
     """Returns the rate of each node's link, by node, as a share of the fastest node's.
 
-    A node's rate is that of its fastest exchange. Nodes from `ALIKE` of the fastest rate on, and those that took part
-    in no exchange, get 1.
+    A node's rate is that of its fastest exchange. Nodes from `EQUAL_SHARE` of the fastest rate on, and those that took
+    part in no exchange, get 1.
 
     Args:
         count: Number of nodes.
@@ -64,7 +64,7 @@ def relative_rates(count: int, seconds: Sequence[tuple[int, int, float]]) -> tup
         for node in (one, other):
             best[node] = max(best[node], 1 / took)
     fastest = max(best)
-    return tuple(1.0 if rate >= ALIKE * fastest or not rate else rate / fastest for rate in best)
+    return tuple(1.0 if rate >= EQUAL_SHARE * fastest or not rate else rate / fastest for rate in best)
 
 
 def measure_units(communicator: Communicator, consensus: Agreement, *, again: bool = False) -> bool:
@@ -89,12 +89,12 @@ def measure_units(communicator: Communicator, consensus: Agreement, *, again: bo
     # Decide how many bytes are exchanged, and by which ranks: as many of each node as the smallest node has.
     level = cluster.levels[1]
     slowest = min(level.unit_rates, default=level.link.bytes_per_second)
-    nbytes = round(min(max(slowest * SWAP_SECONDS, LEAST_SWAPPED_NBYTES), SWAPPED_NBYTES))
+    nbytes = round(min(max(slowest * EXCHANGE_SECONDS, LEAST_EXCHANGED_NBYTES), EXCHANGED_NBYTES))
     rails, own = min(map(len, nodes)), cluster.node_rank(communicator.rank)
     place = nodes[own].index(communicator.rank)
     # Exchange with the partner of each round, and keep the median.
     took: list[tuple[int, int, float]] = []
-    for pairs in pairings(count, MEETINGS):
+    for pairs in pairings(count, PARTNERS):
         pair = next((pair for pair in pairs if own in pair), None)
         times = []
         for _ in range(REPEATS):
@@ -107,11 +107,11 @@ def measure_units(communicator: Communicator, consensus: Agreement, *, again: bo
 
     # Rank 0 makes relative rates of all times; they become rates by the slowest or the fastest node's.
     def slowest_rank(ranks: Sequence[object]) -> object:
-        meetings: dict[tuple[int, int], float] = {}
+        slowest_of_pair: dict[tuple[int, int], float] = {}
         for each in ranks:
             for one, other, seconds in each if isinstance(each, list) else []:
-                meetings[one, other] = max(meetings.get((one, other), 0.0), seconds)
-        return relative_rates(count, [(*pair, seconds) for pair, seconds in meetings.items()])
+                slowest_of_pair[one, other] = max(slowest_of_pair.get((one, other), 0.0), seconds)
+        return relative_rates(count, [(*pair, seconds) for pair, seconds in slowest_of_pair.items()])
 
     found = consensus.decide(took, slowest_rank)
     assert isinstance(found, list)

@@ -25,7 +25,7 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, timeout_of
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
-from gradwire.comms.communicator import Communicator, FailurePolicy, meet
+from gradwire.comms.communicator import Communicator, FailurePolicy, exchange_addresses
 from gradwire.comms.config import ASSUME, ENVIRONMENT_PREFIX, NVTX, Config, PlanChoice
 from gradwire.comms.elastic.membership import View
 from gradwire.comms.elastic.resilient_ops import ResilientOps, first_failure_policy, first_membership, unheld
@@ -185,7 +185,7 @@ class Outer(TrainingState[AveragingSession]):
         auto = config.plan_name == "auto"
         super().__init__(replace(config, plan=PlanChoice("hierarchical", config.chunks)) if auto else config)
         # Compare the arguments of all ranks, and find this rank's worker and the ranks that it exchanges with.
-        ranks = meet(world, config)
+        ranks = exchange_addresses(world, config)
         store = PrefixStore(SessionRanks.name_in(world, AGREEMENT), ranks.plain_store)
         agreement = agreement_of(store, ranks.rank, ranks.size, config.timeout, ranks.peer_wait().exited_among)
         facts = facts_of(settings, inside, model, trained) | {name: repr(value) for name, value in schedule.items()}

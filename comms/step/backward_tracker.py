@@ -58,7 +58,7 @@ class BackwardTracker:
         """
         self.state = StepState.IN_BACKWARD if autograd_calls else StepState.NO_AUTOGRAD_CALLBACK
 
-    def last_bucket_came(self) -> bool:
+    def last_bucket_arrived(self) -> bool:
         """Records that DDP has passed the bucket that it marks as the last.
 
         Returns:

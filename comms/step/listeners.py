@@ -113,7 +113,7 @@ class StepListener:
 
     Attributes:
         wants_arrivals: Whether the arrival of each bucket is to be timed, even in steps that are otherwise not timed.
-        wants_buckets: Whether `bucket_came` is to be called.
+        wants_buckets: Whether `bucket_arrived` is to be called.
     """
 
     wants_arrivals = False
@@ -136,7 +136,7 @@ class StepListener:
             steps: Number of finished steps.
         """
 
-    def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
+    def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
         """Called before a dense bucket is sent, if `wants_buckets`.
 
         Args:

@@ -24,7 +24,7 @@ OTHER_GROUP = (
     "over {wanted}: " + MADE_FROM_DDP + ", or give both the same process group"
 )
 
-NOT_ALL_CAME = (
+NOT_ALL_JOINED = (
     "This state was made without a process group, so it waited for all ranks of the default group. Ranks that do not "
     "train this model never come: " + MADE_FROM_DDP + ", whose process group then counts"
 )

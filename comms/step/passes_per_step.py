@@ -108,7 +108,7 @@ class PassesPerStep(StepListener):
         if self._steps is not None and self._have_moved():
             raise self._refusal(MOVED)
 
-    def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
+    def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
         """Records a bucket's parameters, by which the model's optimizer is recognized; see `StepListener`."""
         if id(layout) not in self._layouts:
             self._layouts.add(id(layout))

@@ -101,7 +101,7 @@ class ReturnedGradients(StepListener):
         self._watches = False
         weakref.finalize(self, _remove, self._handles)
 
-    def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
+    def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
         """Records the gradients of a bucket before DDP replaces them by the averages.
 
         Raises:

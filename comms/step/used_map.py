@@ -60,7 +60,7 @@ class UsedMap(StepListener):
         if steps == 0 and self._in_first_step and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
+    def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
         """Records the gradients of a bucket before DDP replaces them by the averages; see `StepListener`."""
         memory = flat.untyped_storage().data_ptr()
         self._handed_over += [(parameter, memory, *_written(parameter)) for parameter in parameters]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.comms.migration import is_settled, migrate
+from gradwire.comms.migration import is_with_owners, migrate
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.base import Compressor, Layout, even_bounds
 from gradwire.compressors.composite import make_composite
@@ -63,10 +63,10 @@ def test_the_answer_costs_no_tensor(name: str) -> None:
     own, other = (bucket.cut(start, stop) for start, stop in pairwise(bounds))
     compressor = used(name, [own])
     with Untouched():  # type: ignore[no-untyped-call]
-        assert is_settled(compressor.state_runs(), bucket, [own])
-        assert not is_settled(compressor.state_runs(), bucket, [other])
-        assert is_settled(compressor.state_runs(), bucket, [other, own])
-        assert is_settled(compressor.state_runs(), layout_of([]), [])
+        assert is_with_owners(compressor.state_runs(), bucket, [own])
+        assert not is_with_owners(compressor.state_runs(), bucket, [other])
+        assert is_with_owners(compressor.state_runs(), bucket, [other, own])
+        assert is_with_owners(compressor.state_runs(), layout_of([]), [])
         migrate(compressor, bucket, [(0, own.numel)], None, torch.device("cpu"))  # alone and settled
 
 

@@ -238,9 +238,9 @@ def test_a_counter_of_a_billion_requests_to_join_is_no_loop() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     requests = joining.Requests(store.plain, timedelta(seconds=SECONDS), {}, {})
     store.add("join/count", 10**9)
-    requests._look()
+    requests._poll_store()
     assert len(requests._open) == joining.MOST_OPEN
-    requests._look()
+    requests._poll_store()
     assert len(requests._open) == joining.MOST_OPEN
 
 
@@ -253,7 +253,7 @@ def test_a_request_that_would_fill_the_memory_is_refused(peer_info: str) -> None
     store.add("join/count", 1)
     word = {"name": "h/1/2", "shared": {}, "peer_info": peer_info, "model": {}}
     store.set("join/1/request", json.dumps(word))
-    requests._look()
+    requests._poll_store()
     assert "refused" in json.loads(store.get("join/1/answer"))
     assert not requests._open
 

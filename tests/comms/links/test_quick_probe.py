@@ -26,9 +26,9 @@ from gradwire.comms.links import quick_probe as module
 from gradwire.comms.links.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps
 from gradwire.comms.links.quick_probe import (
     DRAIN_NBYTES,
-    LEAST_SWAPPED_NBYTES,
-    MEETINGS,
-    MOST_SWAPPED_NBYTES,
+    LEAST_EXCHANGED_NBYTES,
+    MOST_EXCHANGED_NBYTES,
+    PARTNERS,
     TRIAL_NBYTES,
     quick_probe,
 )
@@ -152,15 +152,15 @@ def test_no_bit_depends_on_what_was_measured(nodes: str, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("nodes", "rates", "seen", "nbytes", "meetings"),
     [
-        ("abcd", [25e6, 25e6, 25e6, 6.25e6], [25e6, 25e6, 25e6, 6.25e6], 500_000, MEETINGS),
-        ("aaabcc", [25e6, 10e6, 24e6], [24.5e6, 9.8e6, 24.5e6], 800_000, MEETINGS),
+        ("abcd", [25e6, 25e6, 25e6, 6.25e6], [25e6, 25e6, 25e6, 6.25e6], 500_000, PARTNERS),
+        ("aaabcc", [25e6, 10e6, 24e6], [24.5e6, 9.8e6, 24.5e6], 800_000, PARTNERS),
         ("aabb", [25e6, 5e6], [5e6], 400_000, 1),
-        ("abc", [25e6, 24e6, 23e6], [24e6], MOST_SWAPPED_NBYTES, MEETINGS),
-        ("abc", [1.25e6, 1.25e6, 1.25e6], [1.25e6], 100_000, MEETINGS),
-        ("abc", [2.4e5, 4e5, 4e5], [2.4e5], LEAST_SWAPPED_NBYTES, 2),  # the first node pauses in the first round
+        ("abc", [25e6, 24e6, 23e6], [24e6], MOST_EXCHANGED_NBYTES, PARTNERS),
+        ("abc", [1.25e6, 1.25e6, 1.25e6], [1.25e6], 100_000, PARTNERS),
+        ("abc", [2.4e5, 4e5, 4e5], [2.4e5], LEAST_EXCHANGED_NBYTES, 2),  # the first node pauses in the first round
         ("abc", [1e5, 2e5, 2e5], [1e5], TRIAL_NBYTES, 1),
         ("ab", [1e5, 1e5], [1e5], TRIAL_NBYTES, 0),
-        ("ab", [1e10, 1e10], [1e10], MOST_SWAPPED_NBYTES, 1),
+        ("ab", [1e10, 1e10], [1e10], MOST_EXCHANGED_NBYTES, 1),
     ],
 )
 def test_its_bytes_follow_the_links(
@@ -168,7 +168,7 @@ def test_its_bytes_follow_the_links(
 ) -> None:
     store, names = HashStore(), sorted(set(nodes))
     asked: list[tuple[int, int]] = []
-    real = module.swaps
+    real = module.timed_exchange
 
     def timed(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
         assert saved_nbytes == DRAIN_NBYTES
@@ -177,7 +177,7 @@ def test_its_bytes_follow_the_links(
         seconds = nbytes / min(rates[rail.rank], rates[other])
         return seconds, 1e-3
 
-    monkeypatch.setattr(module, "swaps", timed)
+    monkeypatch.setattr(module, "timed_exchange", timed)
 
     def run(rank: int) -> tuple[Any, ...]:
         communicator = make(store, nodes, rank)
@@ -222,7 +222,7 @@ def test_shares_stay_equal_where_gloos_sums_are_not_those_that_are_known(
 ) -> None:
     store, rates = HashStore(), [25e6, 5e6, 25e6]
     monkeypatch.setattr(
-        module, "swaps", lambda rail, other, nbytes, _: (nbytes / min(rates[rail.rank], rates[other]), 1e-3)
+        module, "timed_exchange", lambda rail, other, nbytes, _: (nbytes / min(rates[rail.rank], rates[other]), 1e-3)
     )
     monkeypatch.setattr(place, name, replacement)
 
@@ -234,19 +234,19 @@ def test_shares_stay_equal_where_gloos_sums_are_not_those_that_are_known(
             communicator.close()
 
     assert run_ranks(3, run) == [(measured, ())] * 3
-    assert ("nodes share equally" if measured else "links are not looked at") in caplog.text
+    assert ("nodes share equally" if measured else "links are not measured") in caplog.text
 
 
 def test_a_rank_that_fails_in_the_look_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real, nodes, failing = HashStore(), module.swaps, "aabbcc", 2  # the first of the second node
+    store, real, nodes, failing = HashStore(), module.timed_exchange, "aabbcc", 2  # the first of the second node
     long = timedelta(minutes=5)
 
-    def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
+    def timed_exchange(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
         if rail.rank == 1:
             raise MemoryError("nothing left")
         return real(rail, other, nbytes, saved_nbytes)
 
-    monkeypatch.setattr(module, "swaps", swaps)
+    monkeypatch.setattr(module, "timed_exchange", timed_exchange)
 
     def run(rank: int) -> str:
         communicator = make(store, nodes, rank, timeout=long)
@@ -260,9 +260,11 @@ def test_a_rank_that_fails_in_the_look_is_named_by_all(monkeypatch: pytest.Monke
     began = time.monotonic()
     found = run_ranks(len(nodes), run)
     assert time.monotonic() - began < long.total_seconds() / 4
-    assert "the look at the links (swapping with node 2) failed" in found[failing]
+    assert "the measurement of the links (exchanging with node 2) failed" in found[failing]
     others = found[:failing] + found[failing + 1 :]
-    assert all(re.search(f"rank {failing} (saw|gave up in) the look at the links", text) for text in others), others
+    assert all(re.search(f"rank {failing} (saw|gave up in) the measurement of the links", text) for text in others), (
+        others
+    )
     assert all("nothing left" in text for text in found)
 
 

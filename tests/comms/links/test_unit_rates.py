@@ -10,14 +10,14 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.links.unit_rates import ALIKE, MEETINGS, measure_units, pairings, relative_rates
+from gradwire.comms.links.unit_rates import EQUAL_SHARE, PARTNERS, measure_units, pairings, relative_rates
 from support.threads import run_ranks
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
 def test_everybody_meets_somebody_else_in_each_round(count: int) -> None:
-    rounds = pairings(count, MEETINGS)
-    assert len(rounds) == min(MEETINGS, count - 1 + count % 2)
+    rounds = pairings(count, PARTNERS)
+    assert len(rounds) == min(PARTNERS, count - 1 + count % 2)
     met = list(itertools.chain.from_iterable(rounds))
     assert len(set(met)) == len(met)
     for pairs in rounds:
@@ -28,9 +28,9 @@ def test_everybody_meets_somebody_else_in_each_round(count: int) -> None:
 @pytest.mark.parametrize("rates", [(4.0, 1.0, 4.0), (4.0, 4.0, 4.0, 1.0), (4.0, 3.5, 2.0, 4.0, 1.0, 4.0, 4.0, 4.0)])
 def test_a_node_is_as_fast_as_its_best_pair(rates: tuple[float, ...]) -> None:
     meetings = [
-        (*pair, 1 / min(rates[pair[0]], rates[pair[1]])) for pairs in pairings(len(rates), MEETINGS) for pair in pairs
+        (*pair, 1 / min(rates[pair[0]], rates[pair[1]])) for pairs in pairings(len(rates), PARTNERS) for pair in pairs
     ]
-    expected = tuple(1.0 if rate >= ALIKE * max(rates) else rate / max(rates) for rate in rates)
+    expected = tuple(1.0 if rate >= EQUAL_SHARE * max(rates) else rate / max(rates) for rate in rates)
     assert relative_rates(len(rates), meetings) == expected
 
 

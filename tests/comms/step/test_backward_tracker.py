@@ -12,7 +12,7 @@ def tracker_after(
     tracker = BackwardTracker()
     tracker.marks_last_bucket = marks_last_bucket
     tracker.begin(autograd_calls=autograd_calls)
-    said = {"last bucket": tracker.last_bucket_came, "backward ended": tracker.backward_ended}
+    said = {"last bucket": tracker.last_bucket_arrived, "backward ended": tracker.backward_ended}
     return tracker, [said[each]() for each in happened]
 
 
@@ -44,7 +44,7 @@ def test_a_pass_that_is_known_to_be_inside_another_one_ends_no_step() -> None:
     tracker = BackwardTracker()
     tracker.begin(autograd_calls=True)
     assert not tracker.backward_ended(inside=True)
-    assert tracker.in_step and tracker.last_bucket_came()
+    assert tracker.in_step and tracker.last_bucket_arrived()
 
 
 def test_outside_of_backward_the_last_bucket_ends_the_step() -> None:
@@ -62,5 +62,5 @@ def test_one_end_for_each_begin(steps: int) -> None:
         assert not tracker.in_step
         tracker.begin(autograd_calls=True)
         assert tracker.in_step
-        ends += tracker.last_bucket_came() + tracker.backward_ended()
+        ends += tracker.last_bucket_arrived() + tracker.backward_ended()
     assert ends == steps

@@ -260,7 +260,7 @@ def test_the_hooks_on_parameters_end_with_what_follows_them() -> None:
     layer.weight.grad = torch.ones(1, 4)[0].view(2, 2)  # a view, as that of a bucket is
     node = get_gradient_edge(layer.weight).node  # DDP keeps these
     returned = ReturnedGradients(Compression("onebit", {}, (), 0, 1))
-    returned.bucket_came(Layout((Slice("weight", (2, 2), 0, 0, 4),)), [layer.weight], torch.ones(4))
+    returned.bucket_arrived(Layout((Slice("weight", (2, 2), 0, 0, 4),)), [layer.weight], torch.ones(4))
     (handle,) = returned._handles.values()
     hooks = handle.hooks_dict_ref()
     assert hooks
