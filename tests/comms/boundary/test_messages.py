@@ -269,7 +269,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     ),
     "an answer to it": (
         joining._ANSWER.read,
-        json.dumps({"generation": 3, "rank": 1, "members": ["a", "b"], "said": {"a": "x"}}).encode(),
+        json.dumps({"generation": 3, "rank": 1, "members": ["a", "b"], "packed_infos": {"a": "x"}}).encode(),
     ),
     "a list of newcomers": (joining._NEWCOMERS.read, json.dumps([[1, "a", "x"]]).encode()),
     "the members": (membership._MEMBERS.read, json.dumps({"left": [0, 2], "joined": {"a": "x"}}).encode()),
@@ -277,7 +277,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "a note of residuals": (residual_notes._NOTE.read, b"[20, 1.5]"),
     "what comes before a state": (
         transfer._HEAD.read,
-        json.dumps({"shared": [1], "refused": None, "said": 10, "pieces": [[4, 4]]}).encode(),
+        json.dumps({"shared": [1], "refused": None, "plain": 10, "pieces": [[4, 4]]}).encode(),
     ),
     "why a state was refused": (transfer._WHY.read, b'"it is of another model"'),
     "a line at shared memory": (segment._SAID.read, b'{"rank": 1, "mapped": true}'),
