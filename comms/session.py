@@ -47,7 +47,7 @@ FUSION_TIMEOUT = timedelta(seconds=30)
 GRADIENT_NBYTES = 4
 """Bytes of a gradient element in estimates of a model's gradient size: float32."""
 
-HOMELESS = (
+UNKNOWN_RESIDUALS = (
     "{found}, and `state` holds residuals that would be lost: set the one that saved it, or call state.flush() and "
     "train one more step before saving"
 )
@@ -605,11 +605,11 @@ class TrainingState(Generic[S]):
         refuse_other_owner(found, self.MARK)
         self._loaded = True
         if dict(found[JOB])["dirty"]:
-            self._refuse_homeless(found)
+            self._refuse_unknown_residuals(found)
         if self._keeps:
             self._restore(found)
 
-    def _refuse_homeless(self, found: "Checkpoint") -> None:
+    def _refuse_unknown_residuals(self, found: "Checkpoint") -> None:
         """Refuses a checkpoint with residuals that this state cannot keep.
 
         Args:
@@ -619,7 +619,7 @@ class TrainingState(Generic[S]):
             ValueError: No compressor is set.
         """
         if not _compresses(self.config):
-            raise ValueError(HOMELESS.format(found=NO_COMPRESSOR))
+            raise ValueError(UNKNOWN_RESIDUALS.format(found=NO_COMPRESSOR))
 
     @property
     def _keeps(self) -> bool:

@@ -1,9 +1,9 @@
 """Agreement of all ranks of a sharded model before the first step, so that a mistake raises on all of them.
 
-The ranks form a grid: a rank shares parameters with the ranks of its row and averages gradients with those of its
-column. Each rank publishes its settings or its error in the store, reads those of its row and its column, and publishes
-the outcome once more. After two rounds every rank knows of an error anywhere in the grid, and no rank waits for one
-that has raised.
+The ranks form a grid, a two-dimensional device mesh: a rank shares parameters with its *shard group* and averages
+gradients with its *replica group*. Each rank publishes its settings or its error in the store, reads those of both
+groups, and publishes the outcome once more. After two rounds every rank knows of an error anywhere in the grid, and no
+rank waits for one that has raised.
 """
 
 import json
@@ -21,14 +21,14 @@ from gradwire.comms.boundary.gathering import gather_bytes
 from gradwire.comms.boundary.messages import MessageType, Most, Rank
 
 ROUNDS = 2
-"""Rounds until an error reaches every rank of the grid: one along its row, one along its column."""
+"""Rounds until an error reaches every rank of the grid: one in its shard group, one in its replica group."""
 
 OK, ERROR = "ok ", "error "
 
 _START: MessageType[str] = MessageType(Annotated[str, Most(64)])
 """The name that a rank proposes for this start of the job."""
 _RANKS: MessageType[tuple[int, ...]] = MessageType(tuple[Rank, ...])
-"""The ranks of a rank's row and column."""
+"""The ranks of a rank's shard group and replica group."""
 
 
 def agree_on_grid(
@@ -40,7 +40,7 @@ def agree_on_grid(
         store: Store that all ranks share.
         name: Name of this agreement, unique in the store and the same on all ranks.
         rank: This rank in the store's group.
-        peers: Ranks of this rank's row and column.
+        peers: Ranks of this rank's shard group and replica group.
         wanted: Description of the settings, which must be equal on all ranks.
         error: Error of this rank; None if it has none.
         timeout: Longest wait for each peer.
@@ -69,6 +69,7 @@ def agree_on_grid(
 
 
 def _read(polling: PollingStore, key: str, rank: int) -> str:
+    """Waits for the settings that a rank publishes under `key`; names the rank if there are none in time."""
     try:
         return polling.get(key).decode()
     except RuntimeError as failed:
@@ -83,13 +84,13 @@ def reporter_of_grid(
 ) -> StoreFailureReporter:
     """Makes the reporter through which all ranks of a grid learn of a rank failure; they all call it together.
 
-    A rank knows only its row and its column. The other ranks of the grid are looked up when a rank has failed.
+    A rank knows only its own two groups. The other ranks of the grid are read from the store when a rank has failed.
 
     Args:
         store: Store that all ranks of the default group share.
         name: Name of the agreement, as for `agree_on_grid`, which has succeeded before.
-        groups: Process groups of this rank's row and column, in the same order on all ranks.
-        peers: Ranks of this rank's row and column, in the default group.
+        groups: This rank's shard group and replica group, in the same order on all ranks.
+        peers: Ranks of these groups, numbered in the default group.
         timeout: Longest wait for an answer of the store.
     """
     # A name of this start keeps its keys apart from those of an earlier start of the job in the same store.
@@ -100,7 +101,8 @@ def reporter_of_grid(
     polling = PollingStore(PrefixStore(f"gradwire/sharded/{name}/{start}", store), timeout)
     polling.set(f"peers/{rank}", json.dumps(sorted({*peers, rank})))
 
-    def everybody() -> set[int]:
+    def ranks_of_grid() -> set[int]:
+        # Follow the published groups from rank to rank until no new rank is found.
         found, todo = {rank}, [rank]
         while todo:
             key = f"peers/{todo.pop()}"
@@ -109,6 +111,6 @@ def reporter_of_grid(
             found |= known
         return found
 
-    reporter = StoreFailureReporter(polling, rank, dist.get_world_size(), everybody)
+    reporter = StoreFailureReporter(polling, rank, dist.get_world_size(), ranks_of_grid)
     reporter.publish(start)
     return reporter

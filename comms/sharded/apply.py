@@ -21,7 +21,7 @@ from gradwire.comms.plan.plan import describe_plans
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, reporter_of_grid
-from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, ShardResidual
+from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedShards, ShardResidual
 from gradwire.comms.sharded.collectives import CARRIED, SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import find_nodes
@@ -75,11 +75,11 @@ def apply(
             to beat the library, on any backend; on CUDA, and with `plan="flat"`, it is torch's own. With fewer bits
             gradients are still summed exactly inside a node, and all of them exactly if those ranks are on one node;
             `plan="flat"` counts each rank as a node. int8 and int4 round at random without bias and keep no residual;
-            the compression error of waterfill4 is added to the next sum, and kept as N - 1 float32 rows of the size of
-            this rank's shards on N nodes.
+            the compression error of waterfill4 is added to the next sum, and kept as N - 1 float32 tensors of the size
+            of this rank's shards on N nodes.
         weights: Format of weights between nodes, in the all-gather: "exact" (see `shards`), "bf16", "int8"
             or "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay exact.
-            waterfill4 sends differences from the weights sent last, for which this rank keeps N float32 rows of the
+            waterfill4 sends differences from the weights sent last, for which this rank keeps N float32 tensors of the
             size of its shards; the first all-gather is exact, and those of the backward pass send nothing between
             nodes. Call `flush()` on all ranks after weights were changed by hand: the next all-gather is exact.
         seed: Seed of the random rounding of int8 and int4.
@@ -87,8 +87,8 @@ def apply(
         **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
             the environment. A rule in `rules` that leaves a parameter dense holds for `shards` and `weights` too, and
             goes by the parameter's whole shape; vectors and the smallest matrices are always dense. Refused are
-            `fusion`, because FSDP2's parameter groups decide what travels together;
-            `nic_bytes_per_second="measure"`; `reduction`; and `elastic`, because a lost rank's shards are lost.
+            `fusion`, because FSDP2's parameter groups decide what is sent together;
+            `nic_bytes_per_second="measure"`; `reduction`; and `elastic`, because the shards of a failed rank are lost.
 
     Returns:
         The state; keep it for reports, checkpoints and `flush`.
@@ -158,10 +158,10 @@ def apply(
     overlap = Overlap()
     carried = install(param_groups, names, shards, weights, rules_from(config.rules), rounding, links.of, overlap)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
-    # Have loaded states compared between ranks, and hand everything to the state.
+    # Compare loaded states between ranks, and pass everything to the state.
     rows = [rows for link in links.made.values() for rows in link.loaded.values()]
     if shards == CARRIED and state._connection is not None and state._connection.compression is None:
-        rows.append(LoadedRows())  # between replicas, where no compressor's state is compared
+        rows.append(LoadedShards())  # between replicas, where no compressor's state is compared
         for key, each in carried.items():
             if isinstance(each, ShardResidual):
                 rows[-1].add(key, each)
@@ -280,7 +280,7 @@ class ShardLinks:
 
     def _loaded(
         self, kind: str, ranks: Sequence[int], communicator: Communicator | None, like: Sequence[int] | None
-    ) -> LoadedRows:
+    ) -> LoadedShards:
         """Returns an object that compares one kind of loaded state between the ranks of a group.
 
         Args:
@@ -302,7 +302,7 @@ class ShardLinks:
             peer_wait.exited_among,
             ranks,
         )
-        return LoadedRows(lambda rows: LoadConsistencyCheck(communicator, rows, consensus, like))
+        return LoadedShards(lambda rows: LoadConsistencyCheck(communicator, rows, consensus, like))
 
     def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Communicator:
         """Connects the ranks of a group on a CPU; all of them call it at the same point."""
@@ -339,7 +339,7 @@ def _error_of_choices(shards: str, weights: str, param_groups: Sequence[ShardedP
 def _error_of_complex(model: nn.Module, asked: Mapping[str, str | None]) -> str | None:
     """Returns an error message if a complex model is to be compressed; None if it is not.
 
-    Codecs would drop the imaginary parts, and rows are not viewed as pairs of real numbers here.
+    Codecs would drop the imaginary parts, and flat shards are not viewed as pairs of real numbers here.
 
     Args:
         model: The sharded model.
@@ -396,7 +396,7 @@ def _error_of(
             )
         if config.trace is not None:
             return (
-                f"`trace` is {config.trace!r}, which is for what travels between replicas, and `replicas` is "
+                f"`trace` is {config.trace!r}, which is for tensors sent between replicas, and `replicas` is "
                 "not given: " + _how_to_replicate(param_groups)
             )
     elif (found := _error_of_replicas(param_groups, replicas)) is not None:

@@ -1,12 +1,12 @@
 """State of a sharded model with which 4-bit formats suffice: residuals of gradients, and the weights sent last.
 
-Gradients: the compression error of a row is added to the next one for the same owner (error feedback). Between
-nodes a rank sends N - 1 rows, each as long as its own shard, so that is what it keeps.
+Gradients: the compression error of a flat shard is added to the next one for the same owner (error feedback). Between
+nodes a rank sends N - 1 flat shards, each as long as its own shard, so that is what it keeps.
 
-Weights: a rank sends the difference between its row and what the others have of it, and all of them, the rank itself
-included, add what they decode: they have the same bits, and the compression error is in the next difference. A rank
-keeps the N rows of its counterparts and itself. The all-gather of the backward pass needs nothing from other nodes: its
-weights are those of the forward pass.
+Weights: a rank sends the difference between its flat shard and what the others have of it, and all of them, the rank
+itself included, add what they decode: they have the same bits, and the compression error is in the next difference. A
+rank keeps the N flat shards of its counterparts and itself. The all-gather of the backward pass needs nothing from
+other nodes: its weights are those of the forward pass.
 
 Sources: weights as quantized differences from the last ones: SDP4Bit, Jia et al., NeurIPS 2024; carried from step to
 step as in EF21, Richtarik et al., NeurIPS 2021. Error feedback: Seide et al., 1-bit SGD, Interspeech 2014.
@@ -21,28 +21,29 @@ from torch import Tensor
 from gradwire.comms.checkpoint import INSTEAD, PREFIX
 from gradwire.comms.compression import refuse_not_finite
 from gradwire.comms.loss_scale import LossScale
-from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
-from gradwire.comms.sharded.rows import gather_runs, scatter_runs
+from gradwire.comms.sharded.flat_shards import gather_runs, scatter_runs
+from gradwire.comms.sharded.layout import NamedShard, ShardRuns, runs_of
 from gradwire.comms.step.loaded import LoadConsistencyCheck, Loaded
 from gradwire.compressors.rules import Rule
 
 CARRIED_ON = PREFIX + "carried/"
-"""Prefix of the keys in a rank's entry with saved rows: `RESIDUAL` or `SENT` and a parameter group's number follow."""
+"""Prefix of the keys in a rank's entry with saved flat shards: `RESIDUAL` or `SENT` and a parameter group's number
+follow."""
 
 SUMS_OF = PREFIX + "sums/"
 """Prefix of the keys in a rank's entry that count the sums behind a residual; followed as `CARRIED_ON` is."""
 
 RESIDUAL, SENT = "residual", "sent"
-"""Kinds of carried rows: compression errors of gradients, and weights as the counterparts have them."""
+"""Kinds of carried flat shards: compression errors of gradients, and weights as the counterparts have them."""
 
 
 class ShardResidual:
-    """The compression error of one parameter group's rows for other owners, added to the next rows.
+    """The compression error of one parameter group's flat shards for other owners, added to the next ones.
 
     Args:
-        shards: Shards of the parameter group, in their order in a row.
+        shards: Shards of the parameter group, in their order in a flat shard.
         rules: Rules that decide which shards are sent uncompressed.
-        others: Number of rows that are sent to other owners: one less than there are nodes.
+        others: Number of other owners, to each of which one flat shard is sent: one less than there are nodes.
 
     Attributes:
         flushing: True if the next reduce-scatter sends the residual exactly, and leaves it zero.
@@ -59,7 +60,7 @@ class ShardResidual:
         self._rules = tuple(rules)
         self._others = others
         self.rows: Tensor | None = None
-        """(others, compressed elements of a row) float32; None before the first row was encoded."""
+        """(others, compressed elements of a flat shard) float32; None before the first one was encoded."""
         self.loss_scale = LossScale(self._rescale)
         self.sums = 0
         self.holds = False
@@ -90,11 +91,11 @@ class ShardResidual:
         return str(self.sums)
 
     def take(self, present: Sequence[NamedShard], device: torch.device) -> list[Tensor]:
-        """Returns the residuals to add to the rows of the next encoding.
+        """Returns the residuals to add to the flat shards of the next encoding.
 
         Args:
-            present: Parameters that have a gradient, in the order of the row.
-            device: Device of the row; the residual is moved there.
+            present: Parameters that have a gradient, in the order of the flat shard.
+            device: Device of the flat shard; the residual is moved there.
 
         Returns:
             For each other owner, (compressed elements of `present`) float32; a view of the residual if all parameters
@@ -138,27 +139,27 @@ class ShardResidual:
         return [places[shard.name] for shard in present if places[shard.name][0] < places[shard.name][1]]
 
 
-class SentRows:
+class SentShards:
     """The weights of one parameter group as all counterparts have them: the base of the next differences.
 
     Invariant: counterparts apply the same payloads in the same order, so their copies have the same bits.
 
     Args:
-        runs: Compressed and dense runs of a row.
-        count: Number of rows: one for each counterpart, this rank included.
+        runs: Compressed and dense runs of a flat shard.
+        count: Number of flat shards: one for each counterpart, this rank included.
     """
 
     key = CARRIED_ON
-    """Prefix of the entry that must be equal on all counterparts after a load: the rows."""
+    """Prefix of the entry that must be equal on all counterparts after a load: the flat shards."""
 
-    def __init__(self, runs: RowRuns, count: int) -> None:
+    def __init__(self, runs: ShardRuns, count: int) -> None:
         self.runs = runs
         self._count = count
         self.rows: Tensor | None = None
-        """(count, numel of a row) float32; None before the first all-gather, which is exact."""
+        """(count, numel of a flat shard) float32; None before the first all-gather, which is exact."""
 
     def check(self, rows: Tensor | None) -> None:
-        """Refuses saved rows of another model, or damaged ones.
+        """Refuses saved flat shards of another model, or damaged ones.
 
         Raises:
             ValueError: Wrong shape or dtype.
@@ -172,11 +173,11 @@ class SentRows:
         _refuse_other_dtype(rows)
 
     def restore(self, rows: Tensor | None) -> None:
-        """Replaces the rows by saved ones that `check` has accepted; None makes the next all-gather exact."""
+        """Replaces the flat shards by saved ones that `check` has accepted; None makes the next all-gather exact."""
         self.rows = None if rows is None else rows.clone()
 
     def describe(self) -> str:
-        """Returns a short digest of the rows, to compare them between ranks."""
+        """Returns a short digest of the flat shards, to compare them between ranks."""
         if self.rows is None:
             return "not there"
         return hashlib.sha256(self.rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
@@ -187,11 +188,11 @@ def _refuse_other_dtype(rows: Tensor | None) -> None:
         raise ValueError(f"`state` has rows of {rows.dtype}; wanted torch.float32, as they were saved: {INSTEAD}")
 
 
-class LoadedRows:
+class LoadedShards:
     """Describes the carried state that this rank has loaded, and compares it with the other ranks.
 
-    A rank with other rows than its counterparts would send differences from weights that they do not have, or whole
-    rows where they expect differences. A residual of another step belongs to other weights.
+    A rank with other flat shards than its counterparts would send differences from weights that they do not have, or
+    whole flat shards where they expect differences. A residual of another step belongs to other weights.
 
     Args:
         alike: Makes the check that compares this object on all ranks; None if another object's check covers it.
@@ -202,10 +203,10 @@ class LoadedRows:
 
     def __init__(self, alike: Callable[[Loaded], LoadConsistencyCheck] | None = None) -> None:
         self.loaded: Mapping[str, str] = {"state": "not loaded"}
-        self._rows: dict[str, ShardResidual | SentRows] = {}
+        self._rows: dict[str, ShardResidual | SentShards] = {}
         self._alike = None if alike is None else alike(self)
 
-    def add(self, param_group: str, rows: ShardResidual | SentRows) -> None:
+    def add(self, param_group: str, rows: ShardResidual | SentShards) -> None:
         """Adds the state of a parameter group, which is saved under a key that ends with `param_group`."""
         self._rows[rows.key + param_group] = rows
 
@@ -214,6 +215,6 @@ class LoadedRows:
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._rows.items()}
 
     def compare(self) -> None:
-        """Compares with the other ranks; see `LoadConsistencyCheck.compare`."""
+        """Compares the loaded state with the other ranks, once after each load; raises on all ranks if it differs."""
         if self._alike is not None:
             self._alike.compare()

@@ -7,14 +7,14 @@ compressed ones are issued on the current stream.
 
 With a codec:
 
-Reduce-scatter: inside each node the rows are summed exactly, so that a rank holds its node's sum of the rows of its
-counterparts; it encodes each for its owner, exchanges, and sums what it receives in float32. int8 and int4 round at
-random, without bias, and their compression error is dropped; that of waterfill4 is kept and added to the next row
-(`carried.py`). A rank's own contribution is not encoded.
+Reduce-scatter: inside each node the flat shards are summed exactly, so that a rank holds its node's sum of the flat
+shards of its counterparts; it encodes each for its owner, exchanges, and sums what it receives in float32. int8 and
+int4 round at random, without bias, and their compression error is dropped; that of waterfill4 is kept and added to the
+next flat shard (`carried.py`). A rank's own contribution is not encoded.
 
-All-gather: each rank encodes its row, counterparts exchange payloads, then the ranks of a node pass them on; all ranks,
-the owner included, decode the same bytes and compute with the same weights. The rows that the optimizer changes stay
-exact. With waterfill4 rows are the differences from what was sent last, see `carried.py`.
+All-gather: each rank encodes its flat shard, counterparts exchange payloads, then the ranks of a node pass them on; all
+ranks, the owner included, decode the same bytes and compute with the same weights. The flat shards that the optimizer
+changes stay exact. With waterfill4 flat shards are the differences from what was sent last, see `carried.py`.
 
 Sources: exchange of encoded gradients in place of a reduce-scatter, and encoded weights: qgZ and qwZ of Wang et al.,
 ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, NeurIPS 2017, section 3.1.
@@ -35,13 +35,20 @@ from gradwire.comms.backend.work import FutureTensors
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
-from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, SentRows, ShardResidual
-from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_of
+from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedShards, SentShards, ShardResidual
+from gradwire.comms.sharded.flat_shards import (
+    add_payload,
+    decode_shards,
+    encode_shard,
+    gather_runs,
+    payload_nbytes,
+    scatter_runs,
+)
+from gradwire.comms.sharded.layout import NamedShard, ShardNames, ShardRuns, runs_of
 from gradwire.comms.sharded.nodes import ShardNodes, ShardWork
 from gradwire.comms.sharded.ordered_launches import OrderedCollective, TorchGroups
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.param_groups import ShardedParamGroup
-from gradwire.comms.sharded.rows import add_payload, decode_rows, encode_row, gather_runs, payload_nbytes, scatter_runs
 from gradwire.compressors.base import ALL_TO_ALL, Collective, Member, Request
 from gradwire.compressors.codecs.base import FusedCodec
 from gradwire.compressors.codecs.cast import CastCodec
@@ -116,13 +123,14 @@ class ReduceScatter(Allocating, ABC):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Writes the sum, or the average, of this rank's row over all ranks to `output_tensor`.
+        """Writes the sum, or the average, of this rank's flat shard over all ranks to `output_tensor`.
 
         On a CPU it may return before the result is there, if torch does not read it before the backward pass ends.
 
         Args:
-            output_tensor: (numel of a row), floating; overwritten.
-            input_tensor: (ranks * numel of a row), of the same dtype; row r goes to rank r. On a CPU overwritten.
+            output_tensor: (numel of a flat shard), floating; overwritten.
+            input_tensor: (ranks * numel of a flat shard), of the same dtype; flat shard r goes to rank r. On a CPU
+                overwritten.
             group: The ranks.
             op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
             async_op: Torch never asks for it.
@@ -171,7 +179,7 @@ class GradientReduceScatter(ReduceScatter):
         choice: str,
         rules: Sequence[Rule],
         rounding: Rounding,
-        loaded: LoadedRows,
+        loaded: LoadedShards,
     ) -> None:
         super().__init__(param_group, overlap)
         self._names = names
@@ -180,7 +188,7 @@ class GradientReduceScatter(ReduceScatter):
         self._rules = tuple(rules)
         self._rounding = rounding
         self._loaded = loaded
-        self._runs: dict[tuple[int, ...], RowRuns] = {}
+        self._runs: dict[tuple[int, ...], ShardRuns] = {}
         self.residual: ShardResidual | None = None
         if choice == CARRIED:
             self.residual = ShardResidual(names.of(param_group.parameters), rules, len(nodes.members) - 1)
@@ -188,10 +196,10 @@ class GradientReduceScatter(ReduceScatter):
     def _start(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
     ) -> ShardWork | None:
-        """See `ReduceScatter._start`. Reads all that may change before it runs: present parameters, loss scale, flush.
+        """Starts the reduce-scatter, after reading all that may change before it runs: parameters, loss scale, flush.
 
         Raises:
-            RuntimeError: The row has another length than expected.
+            RuntimeError: The flat shard has another length than expected.
         """
         runs = self._runs_of_present()
         if runs.numel != output_tensor.numel():
@@ -219,8 +227,8 @@ class GradientReduceScatter(ReduceScatter):
         nbytes = payload_nbytes(codec, runs, input_tensor.dtype)
         return self._nodes.reduce_scatter(self._choice, nbytes, input_tensor.view(-1), exchange)
 
-    def _runs_of_present(self) -> RowRuns:
-        """Returns the compressed and dense runs of a row with the parameters that have a gradient now."""
+    def _runs_of_present(self) -> ShardRuns:
+        """Returns the compressed and dense runs of a flat shard with the parameters that have a gradient now."""
         key = tuple(map(id, self._param_group.present))
         if key not in self._runs:
             self._runs[key] = runs_of(self._names.of(self._param_group.present), self._rules)
@@ -231,24 +239,25 @@ class GradientReduceScatter(ReduceScatter):
         rows: Sequence[Tensor],
         member: Member,
         codec: FusedCodec,
-        runs: RowRuns,
+        runs: ShardRuns,
         present: Sequence[NamedShard],
         flushing: bool,
     ) -> Generator[Request, None, Tensor]:
-        """Exchanges encoded rows with the counterparts, and sums this rank's row over all nodes.
+        """Exchanges encoded flat shards with the counterparts, and sums this rank's flat shard over all nodes.
 
         Args:
-            rows: This node's sum of the row of each counterpart, (numel of a row) each; not changed.
+            rows: This node's sum of the flat shard of each counterpart, (numel of a flat shard) each; not changed.
             member: This rank's place among the counterparts.
             codec: Codec of the compressed runs.
-            runs: Compressed and dense runs of a row.
-            present: Parameters with a gradient, in the order of the row.
-            flushing: Whether residuals are added to the rows, which are then sent exactly and leave residuals of zero.
+            runs: Compressed and dense runs of a flat shard.
+            present: Parameters with a gradient, in the order of the flat shard.
+            flushing: Whether residuals are added to the flat shards, which are then sent exactly and leave residuals of
+                zero.
 
         Returns:
-            (numel of a row) float32.
+            (numel of a flat shard) float32.
         """
-        # Flush the residuals: add them to the rows, and send all of it exactly.
+        # Flush the residuals: add them to the flat shards, and send all of it exactly.
         own, residual, sums = member.rank, self.residual, list(rows)
         dtype, device = sums[own].dtype, sums[own].device
         kept: list[Tensor] | None = None if residual is None else residual.take(present, device)
@@ -258,19 +267,20 @@ class GradientReduceScatter(ReduceScatter):
                 sums[index] = sums[index].clone()
                 scatter_runs(gather_runs(sums[index], runs.compressed) + row, sums[index], runs.compressed)
                 row.zero_()
-            runs = RowRuns(runs.numel, (), ((0, runs.numel),))
-        # Encode the row of each other owner, exchange, and add this rank's own contribution, which is not encoded.
+            runs = ShardRuns(runs.numel, (), ((0, runs.numel),))
+        # Encode the flat shard of each other owner, exchange, and add this rank's own contribution, which is not
+        # encoded.
         payloads = torch.zeros(member.size, payload_nbytes(codec, runs, dtype), dtype=torch.uint8, device=device)
         for place, index in enumerate(others):
             added = None if kept is None or flushing else kept[place]
-            encode_row(codec, runs, sums[index], payloads[index], residual=added)
+            encode_shard(codec, runs, sums[index], payloads[index], residual=added)
         if residual is not None and kept is not None:
             residual.put(present, kept)
         received = torch.empty_like(payloads)
         yield Collective(ALL_TO_ALL, (received, payloads))
-        # Decode the other nodes' rows onto this rank's own.
+        # Decode the other nodes' flat shards onto this rank's own.
         from_others = torch.cat([received[:own], received[own + 1 :]])
-        return decode_rows(codec, runs, from_others, dtype, sums[own])
+        return decode_shards(codec, runs, from_others, dtype, sums[own])
 
 
 def divisor_of(op: object, size: int, param_group: ShardedParamGroup) -> float:
@@ -300,13 +310,13 @@ class EncodedAllGather(Allocating, ABC):
     size (`reshard_after_forward=2`) weights that were gathered once are sent exactly.
 
     Args:
-        runs: Compressed and dense runs of a row with all parameters of the group.
+        runs: Compressed and dense runs of a flat shard with all parameters of the group.
         nodes: Runs the collectives of the ranks, by their placement.
         choice: Format between nodes: "bf16", "int8" or "waterfill4"; rounds to nearest.
         exact: The exact all-gather that it replaces, called for other meshes.
     """
 
-    def __init__(self, runs: RowRuns, nodes: ShardNodes, choice: str, exact: Callable[..., object]) -> None:
+    def __init__(self, runs: ShardRuns, nodes: ShardNodes, choice: str, exact: Callable[..., object]) -> None:
         self._runs = runs
         self._nodes = nodes
         self._choice = choice
@@ -316,11 +326,11 @@ class EncodedAllGather(Allocating, ABC):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> object:
-        """Fills `output_tensor` with the decoded rows of all ranks.
+        """Fills `output_tensor` with the decoded flat shards of all ranks.
 
         Args:
-            output_tensor: (ranks * numel of a row), floating.
-            input_tensor: (numel of a row), this rank's; it may be a part of `output_tensor`.
+            output_tensor: (ranks * numel of a flat shard), floating.
+            input_tensor: (numel of a flat shard), this rank's; it may be a part of `output_tensor`.
             group: The ranks.
             async_op: Passed on to the exact all-gather; else ignored.
 
@@ -337,7 +347,7 @@ class EncodedAllGather(Allocating, ABC):
         """Reads all that may change before the collective runs, then starts it; see `ShardNodes.all_gather`."""
 
     def _check(self, row: Tensor) -> None:
-        """Refuses a row of another length than expected.
+        """Refuses a flat shard of another length than expected.
 
         Raises:
             RuntimeError: It is refused.
@@ -349,23 +359,24 @@ class EncodedAllGather(Allocating, ABC):
             )
 
     def _exchange(
-        self, member: Member, runs: RowRuns, row: Tensor, sent: Tensor | None = None
+        self, member: Member, runs: ShardRuns, row: Tensor, sent: Tensor | None = None
     ) -> Generator[Request, None, Tensor]:
-        """Encodes this rank's row, and gathers the payloads of its counterparts.
+        """Encodes this rank's flat shard, and gathers the payloads of its counterparts.
 
         Args:
             member: This rank's place among its counterparts.
-            runs: Compressed and dense runs of the row.
-            row: (numel of a row), floating: this rank's weights; not changed.
-            sent: (numel of a row) float32: the weights that the counterparts have of this row already. Compressed runs
-                are encoded as the difference from them (delta encoding). None encodes the weights themselves.
+            runs: Compressed and dense runs of the flat shard.
+            row: (numel of a flat shard), floating: this rank's weights; not changed.
+            sent: (numel of a flat shard) float32: the weights that the counterparts have of this flat shard already.
+                Compressed runs are encoded as the difference from them (delta encoding). None encodes the weights
+                themselves.
 
         Returns:
             (nodes, payload_nbytes) uint8: the payloads of the counterparts, in their order.
         """
         nbytes = payload_nbytes(self._codec, runs, row.dtype)
         payload = torch.empty(nbytes, dtype=torch.uint8, device=row.device)
-        encode_row(self._codec, runs, row, payload, sent=sent)
+        encode_shard(self._codec, runs, row, payload, sent=sent)
         across = torch.empty(member.size, nbytes, dtype=torch.uint8, device=row.device)
         yield Collective(ALL_GATHER, (across.view(-1), payload))
         return across
@@ -385,7 +396,7 @@ class WeightAllGather(EncodedAllGather):
             return (yield from self._exchange(member, self._runs, input_tensor))
 
         def place(rank: int, payload: Tensor) -> None:
-            rows[rank].copy_(decode_rows(self._codec, self._runs, payload[None], dtype, None))
+            rows[rank].copy_(decode_shards(self._codec, self._runs, payload[None], dtype, None))
 
         nbytes = payload_nbytes(self._codec, self._runs, dtype)
         return self._nodes.all_gather(self._choice, nbytes, (nbytes, torch.uint8), exchange, place)
@@ -409,15 +420,15 @@ class DifferenceAllGather(EncodedAllGather):
     def __init__(
         self,
         param_group: ShardedParamGroup,
-        runs: RowRuns,
+        runs: ShardRuns,
         nodes: ShardNodes,
         exact: Callable[..., object],
-        loaded: LoadedRows,
+        loaded: LoadedShards,
     ) -> None:
         super().__init__(runs, nodes, CARRIED, exact)
         self._param_group = param_group
         self._loaded = loaded
-        self.sent = SentRows(runs, len(nodes.members))
+        self.sent = SentShards(runs, len(nodes.members))
 
     def _start(self, output_tensor: Tensor, input_tensor: Tensor) -> ShardWork | None:
         self._loaded.compare()
@@ -437,20 +448,20 @@ class DifferenceAllGather(EncodedAllGather):
         return self._nodes.all_gather(self._choice, nbytes, (input_tensor.numel(), dtype), exchange, place)
 
     def _renewed(self, member: Member, row: Tensor) -> Generator[Request, None, Tensor]:
-        """Exchanges differences from the weights sent last (the first time whole rows), and adds them to `sent`.
+        """Exchanges differences from the weights sent last (the first time whole flat shards), and adds them to `sent`.
 
         Args:
             member: This rank's place among its counterparts.
-            row: (numel of a row), floating: this rank's weights.
+            row: (numel of a flat shard), floating: this rank's weights.
 
         Returns:
-            (nodes, numel of a row) float32, in the order of the counterparts: the same bits on all of them.
+            (nodes, numel of a flat shard) float32, in the order of the counterparts: the same bits on all of them.
         """
         exact = self.sent.rows is None
-        # Rows are kept and change in steps that train, so they are never made in inference mode.
+        # Flat shards are kept and change in steps that train, so they are never made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             if self.sent.rows is None:
-                runs = RowRuns(row.numel(), (), ((0, row.numel()),))
+                runs = ShardRuns(row.numel(), (), ((0, row.numel()),))
                 rows = torch.empty(member.size, row.numel(), dtype=torch.float32, device=row.device)
             else:
                 runs = self.sent.runs
@@ -480,7 +491,7 @@ class ShardLink:
     communicator: Communicator | None
     planned: PlannedCollectives | None
     torchs: TorchGroups | None = None
-    loaded: Mapping[str, LoadedRows] = field(default_factory=dict)
+    loaded: Mapping[str, LoadedShards] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.communicator is not None:
@@ -509,7 +520,7 @@ class ExactReduceScatter(ReduceScatter):
     def _start(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
     ) -> ShardWork | None:
-        """See `ReduceScatter._start`."""
+        """Starts a planned reduce-scatter if a plan is faster; otherwise runs torch's own and waits for it."""
         planned = self._link.planned
         lacking = op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # gloo has no PREMUL_SUM
         if planned is None or not (lacking or planned.beats_library(REDUCE_SCATTER, input_tensor.nbytes)):
@@ -546,11 +557,11 @@ class ExactAllGather(Allocating):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> object:
-        """Fills `output_tensor` with every rank's row.
+        """Fills `output_tensor` with every rank's flat shard.
 
         Args:
-            output_tensor: (ranks * numel of a row), any dtype.
-            input_tensor: (numel of a row), this rank's; it may be a part of `output_tensor`.
+            output_tensor: (ranks * numel of a flat shard), any dtype.
+            input_tensor: (numel of a flat shard), this rank's; it may be a part of `output_tensor`.
             group: The ranks.
             async_op: Whether torch's own may return before the result is there; a planned one does in any case.
 
@@ -590,7 +601,7 @@ def install(
     rounding: Rounding,
     link_of: Callable[[dist.ProcessGroup], ShardLink],
     overlap: Overlap,
-) -> dict[str, ShardResidual | SentRows]:
+) -> dict[str, ShardResidual | SentShards]:
     """Replaces the reduce-scatter and the all-gather of parameter groups by gradwire's.
 
     Args:
@@ -606,7 +617,7 @@ def install(
     Returns:
         The state that the collectives carry from step to step, by kind and number of the parameter group.
     """
-    carried: dict[str, ShardResidual | SentRows] = {}
+    carried: dict[str, ShardResidual | SentShards] = {}
     for number, param_group in enumerate(param_groups):
         group = param_group.shard_group
         if group is None or group.size() == 1:

@@ -1,7 +1,8 @@
-"""Layout of FSDP2's flat tensors: where the shard of each parameter lies in a row.
+"""Layout of flat shards: where the shard of each parameter lies in the flat tensor that FSDP2 makes for one rank.
 
 FSDP2 cuts each parameter along one dimension into as many chunks as there are ranks, pads the chunks to one size and
-concatenates those of a parameter group. After the reduce-scatter a rank has one such row.
+concatenates those of a parameter group: a rank's *flat shard*. The input of a reduce-scatter and the output of an
+all-gather are (ranks, numel) tensors with the flat shard of each rank in a row.
 """
 
 import math
@@ -40,7 +41,7 @@ class ShardNames:
     """The names of a sharded model's parameters, and the layouts of its parameter groups.
 
     State is kept by the parameter's name, and by the place within this rank's shard of it: to a compressor a shard is a
-    parameter of its own (PowerSGD factors the rows that lie here, and rules of size go by the shard).
+    parameter of its own (PowerSGD factors the matrix rows that lie here, and rules of size go by the shard).
 
     Args:
         names: Names of all parameters, by `id` of torch's sharded tensor.
@@ -87,7 +88,7 @@ class ShardNames:
         return {name: numel for name, numel in found.items() if numel}
 
     def layout(self, parameters: Sequence[ShardedParameter]) -> Layout:
-        """Returns the layout of this rank's row with the gradients of some parameters."""
+        """Returns the layout of this rank's flat shard with the gradients of some parameters."""
         key = tuple(map(id, parameters))
         if key not in self._layouts:
             self._layouts[key] = layout_of(self.of(parameters))
@@ -110,11 +111,11 @@ def layout_of(shards: Sequence[NamedShard]) -> Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class RowRuns:
-    """Runs of a row's elements that are compressed, and runs that are sent unchanged; the same on all ranks.
+class ShardRuns:
+    """Runs of a flat shard's elements that are compressed, and runs that are sent unchanged; the same on all ranks.
 
     Attributes:
-        numel: Elements of the row.
+        numel: Elements of the flat shard.
         compressed: Compressed runs (start, stop), ascending, adjacent ones joined.
         dense: Runs (start, stop) that are sent unchanged, ascending, adjacent ones joined.
         compressed_numel: Elements in all compressed runs.
@@ -132,11 +133,11 @@ class RowRuns:
         object.__setattr__(self, "dense_numel", sum(stop - start for start, stop in self.dense))
 
 
-def runs_of(shards: Sequence[NamedShard], rules: Sequence[Rule]) -> RowRuns:
-    """Divides a row into compressed and dense runs.
+def runs_of(shards: Sequence[NamedShard], rules: Sequence[Rule]) -> ShardRuns:
+    """Divides a flat shard into compressed and dense runs.
 
     Args:
-        shards: Shards of the row, in their order.
+        shards: Shards of the flat shard, in their order.
         rules: Rules of compressors. The first one that matches a parameter's name and whole shape decides; its
             compressor "none" keeps the shard dense. A shard without a matching rule is compressed.
     """
@@ -151,4 +152,4 @@ def runs_of(shards: Sequence[NamedShard], rules: Sequence[Rule]) -> RowRuns:
         elif stop > start:
             own.append((start, stop))
         start = stop
-    return RowRuns(start, tuple(runs[True]), tuple(runs[False]))
+    return ShardRuns(start, tuple(runs[True]), tuple(runs[False]))

@@ -45,14 +45,14 @@ _HOST: MessageType[tuple[str, str, str]] = MessageType(tuple[str, str, str])
 Summing = Callable[[Sequence[Tensor], Member], Iterator[Request]]
 """Exchange of a reduce-scatter between a rank and its counterparts: yields the collectives that it needs.
 
-It is given this node's sum of the row (1-D) of each counterpart, this rank included, and this rank's place among them.
-It stores the sum of this rank's row itself."""
+It is given this node's sum of the flat shard (1-D) of each counterpart, this rank included, and this rank's place among
+them. It stores the sum of this rank's flat shard itself."""
 
 Gathering = Callable[[Member], Generator[Request, None, Tensor]]
 """Exchange of an all-gather between a rank and its counterparts: yields the collectives that it needs, and returns
 (nodes, numel): what each counterpart has sent, in the order of their places."""
 
-PlaceRow = Callable[[int, Tensor], object]
+PlaceShard = Callable[[int, Tensor], object]
 """Takes what one rank has sent in an all-gather: (index of the rank in the group, 1-D tensor)."""
 
 
@@ -110,12 +110,12 @@ class ShardNodes(ABC):
 
     @abstractmethod
     def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> ShardWork | None:
-        """Starts a reduce-scatter: sums rows inside the node, then has `exchange` sum them over the nodes.
+        """Starts a reduce-scatter: sums flat shards inside the node, then has `exchange` sum them over the nodes.
 
         Args:
             choice: Name of the format between nodes.
-            payload_nbytes: Bytes of the payload of one row.
-            source: (ranks * numel of a row), 1-D; row r is for rank r. May be overwritten.
+            payload_nbytes: Bytes of the payload of one flat shard.
+            source: (ranks * numel of a flat shard), 1-D; flat shard r is for rank r. May be overwritten.
             exchange: Exchange between the nodes, which also stores this rank's sum.
 
         Returns:
@@ -127,16 +127,16 @@ class ShardNodes(ABC):
 
     @abstractmethod
     def all_gather(
-        self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceRow
+        self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceShard
     ) -> ShardWork | None:
-        """Starts an all-gather: `exchange` gets rows of the counterparts, which the ranks of a node then share.
+        """Starts an all-gather: `exchange` gets flat shards of the counterparts, which the ranks of a node then share.
 
         Args:
             choice: Name of the format between nodes.
-            payload_nbytes: Bytes of the payload of one row; 0 if `exchange` communicates nothing.
-            row: Number of elements and dtype of the rows that `exchange` returns.
+            payload_nbytes: Bytes of the payload of one flat shard; 0 if `exchange` communicates nothing.
+            row: Number of elements and dtype of the flat shards that `exchange` returns.
             exchange: Exchange between the nodes.
-            place: Called with the row of each rank at the end.
+            place: Called with the flat shard of each rank at the end.
 
         Returns:
             Its work; None on CUDA, where it was issued on the current stream.
@@ -182,7 +182,7 @@ class PlannedNodes(ShardNodes):
         self._member = Member(self._counterparts.index(communicator.rank), len(members))
 
     def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> ShardWork:
-        """See `ShardNodes.reduce_scatter`."""
+        """Starts the collective in the communicator's lanes, along a plan with a compressed phase between nodes."""
         plan = self._plan(REDUCE_SCATTER, source.numel() // self.size, source.dtype, choice, payload_nbytes)
 
         def coded(region: Tensor, member: Member) -> Iterator[Request]:
@@ -192,10 +192,10 @@ class PlannedNodes(ShardNodes):
         return ShardWork(self._start(plan, source, coded), self._communicator)
 
     def all_gather(
-        self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceRow
+        self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceShard
     ) -> ShardWork:
-        """See `ShardNodes.all_gather`."""
-        # The threads of lanes write to these rows, so they are made outside of a caller's inference mode.
+        """Starts the collective in the communicator's lanes, along a plan with a compressed phase between nodes."""
+        # The threads of lanes write to these flat shards, so they are made outside of a caller's inference mode.
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False):
             flat = torch.empty(self.size * row[0], dtype=row[1], device="cpu")
@@ -207,7 +207,7 @@ class PlannedNodes(ShardNodes):
                 rows[rank] = one
 
         if not payload_nbytes:
-            # The plan has no phase between the nodes: fill the rows before it starts.
+            # The plan has no phase between the nodes: fill the flat shards before it starts.
             with torch.inference_mode(False), torch.no_grad():
                 for _ in coded(flat, self._member):
                     raise AssertionError("an exchange without a payload communicates")
@@ -227,7 +227,7 @@ class PlannedNodes(ShardNodes):
 
         Args:
             plan: This rank's part in the plan.
-            flat: Rows of all ranks, end to end, 1-D; changed in place.
+            flat: Flat shards of all ranks, end to end, 1-D; changed in place.
             coded: Runs the compressed phase, without autograd.
 
         Returns:
@@ -243,10 +243,10 @@ class PlannedNodes(ShardNodes):
 
         Args:
             op: `all_gather` or `reduce_scatter`.
-            numel: Elements of a row.
+            numel: Elements of a flat shard.
             dtype: Their dtype.
             choice: Name of the format between nodes.
-            payload_nbytes: Bytes of the payload of one row; 0 if nothing travels between nodes.
+            payload_nbytes: Bytes of the payload of one flat shard; 0 if nothing is sent between nodes.
         """
         key = (op, numel, dtype, choice, payload_nbytes)
         if key not in self.planned:
@@ -335,7 +335,7 @@ class StreamNodes(ShardNodes):
         self._member = Member(counterparts.index(rank), len(counterparts))
 
     def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> None:
-        """See `ShardNodes.reduce_scatter`."""
+        """Issues both steps on the current stream: a reduce-scatter inside the node, then the compressed exchange."""
         rows = source.view(self.size, -1)
         mine = [rows[node[self.place]] for node in self._nodes]
         if self._inside is not None:
@@ -348,9 +348,9 @@ class StreamNodes(ShardNodes):
             self._issue(REDUCE_SCATTER, source.nbytes, request)
 
     def all_gather(
-        self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceRow
+        self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceShard
     ) -> None:
-        """See `ShardNodes.all_gather`."""
+        """Issues both steps on the current stream: the compressed exchange, then an all-gather inside the node."""
         requests = exchange(self._member)
         while True:
             try:

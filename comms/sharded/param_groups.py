@@ -179,8 +179,8 @@ class ShardedParamGroup:
 
     Attributes:
         module: The module on which `fully_shard` or `replicate()` was called.
-        parameters: Parameters of the group, in the order of their shards in a gathered row.
-        present: Parameters whose gradients the current reduction includes, in their order in the row; see
+        parameters: Parameters of the group, in the order of their shards in a gathered flat shard.
+        present: Parameters whose gradients the current reduction includes, in their order in the flat shard; see
             `note_present`.
     """
 
@@ -297,14 +297,14 @@ class ShardedParamGroup:
         return undo
 
     def keeps(self, reduced: Sequence[ShardedParameter], dtype: torch.dtype) -> bool:
-        """Returns whether torch only makes views of a reduced row before the backward pass ends, and reads no element.
+        """Returns whether torch reads no element of a reduced flat shard before the backward pass ends.
 
-        Torch reads the row to add it to existing gradients, to cast or divide it, to copy it to the host, and for the
-        user's hooks on gradients.
+        Then it only makes views of it. Torch reads the flat shard to add it to existing gradients, to cast or divide
+        it, to copy it to the host, and for the user's hooks on gradients.
 
         Args:
-            reduced: Parameters whose gradients are in the row.
-            dtype: Dtype of the row.
+            reduced: Parameters whose gradients are in the flat shard.
+            dtype: Dtype of the flat shard.
         """
         group = self._group
         divided = dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
@@ -321,7 +321,7 @@ class ShardedParamGroup:
     def note_present(self) -> None:
         """Wraps a method of torch's, so that `present` is up to date in each reduction from now on.
 
-        Torch passes a row to its hooks without saying whose gradients it holds.
+        Torch passes a flat shard to its hooks without saying whose gradients it holds.
         """
         taken = getattr(self._group, "_take_unsharded_grads_to_reduce", None)
         if taken is not None:
@@ -341,7 +341,8 @@ class ShardedParamGroup:
         """Wraps the method by which torch 2.15 takes the gradients to reduce, and sets `present` from its result.
 
         Args:
-            take: Torch's method; returns FSDPParams and their gradients in the order of the row, which is by dtype.
+            take: Torch's method; returns FSDPParams and their gradients in the order of the flat shard, which is by
+                dtype.
         """
         known = {id(one.param): one for one in self.parameters}
 

@@ -1,9 +1,9 @@
 """The state of gradwire for a model that FSDP2 shards or replicates, and the steps of its training.
 
 FSDP2 reduce-scatters a parameter group's gradients over the ranks that share its parameters; then it calls a hook with
-this rank's row, divided by the number of shards only. The hook averages the row over the replicas. torch goes on as
-soon as the hook returns. On CUDA the average is queued on the hook's stream. On a CPU it may be in flight until the
-backward pass ends, if torch only makes views of the row until then; else the hook waits for it.
+this rank's flat shard, divided by the number of shards only. The hook averages the flat shard over the replicas. torch
+goes on as soon as the hook returns. On CUDA the average is queued on the hook's stream. On a CPU it may be in flight
+until the backward pass ends, if torch only makes views of the flat shard until then; else the hook waits for it.
 
 A parameter group of `replicate()` has no shards: torch's own all-reduce is switched off, and torch calls the hook with
 the whole gradients of this rank.
@@ -32,8 +32,15 @@ from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
 from gradwire.comms.run.phase_stats import PhaseStats
-from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, GradientState, SessionRanks, refused
-from gradwire.comms.sharded.carried import CARRIED_ON, RESIDUAL, SUMS_OF, LoadedRows, SentRows, ShardResidual
+from gradwire.comms.session import (
+    NO_COMPRESSOR,
+    UNKNOWN_RESIDUALS,
+    AveragingSession,
+    GradientState,
+    SessionRanks,
+    refused,
+)
+from gradwire.comms.sharded.carried import CARRIED_ON, RESIDUAL, SUMS_OF, LoadedShards, SentShards, ShardResidual
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.ordered_launches import TorchGroups
@@ -65,7 +72,7 @@ SCALE_OF = PREFIX + "loss_scale/"
 """Prefix of the keys in a rank's entry with the loss scale of a residual; followed as `CARRIED_ON` is."""
 
 OF_SHARDS = ", of the ranks that share parameters"
-"""Suffix of a level's name in a report's rows."""
+"""Suffix of a level's name in the rows of a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +100,8 @@ class ShardTraffic:
     overlap: Overlap | None = None
     torchs: TorchGroups | None = None
     nodes: str = ""
-    carried: Mapping[str, ShardResidual | SentRows] = field(default_factory=dict)
-    rows: tuple[LoadedRows, ...] = ()
+    carried: Mapping[str, ShardResidual | SentShards] = field(default_factory=dict)
+    rows: tuple[LoadedShards, ...] = ()
 
     @property
     def residuals(self) -> list[ShardResidual]:
@@ -122,7 +129,7 @@ class FsdpState(GradientState[AveragingSession]):
     MARK = SHARDS
     NOT_CONNECTED = "`replicas` is not set: {call} has nothing to say about torch's own collectives"
 
-    samples = refused("samples", "FSDP2 averages over ranks; deal equal shares, or train with DDP and HookState")
+    samples = refused("samples", "FSDP2 averages over ranks; use equal shares of the data, or DDP with HookState")
 
     def __init__(
         self,
@@ -139,7 +146,8 @@ class FsdpState(GradientState[AveragingSession]):
         self._names = names
         self._shard_groups = shard_groups(param_groups)
         self._partial: dict[int, tuple[tuple[ShardedParameter, ...], Tensor]] = {}
-        """`id` of a parameter group -> (parameters with a gradient, sum of their rows that is not averaged yet)."""
+        """`id` of a parameter group -> (parameters with a gradient, sum of their flat shards that is not averaged
+        yet)."""
         self._put_back = [param_group.remember_collectives() for param_group in param_groups]
         """Functions that `close()` calls to restore torch's collectives."""
         self._shards = ShardTraffic()
@@ -147,12 +155,12 @@ class FsdpState(GradientState[AveragingSession]):
         self._reduced: set[int] = set()
         """`id` of each parameter group that the hook has averaged in this step."""
         self._finite = True
-        self._under_way: list[tuple[Tensor, FutureTensor]] = []
-        """(row, future of its average) for each average in flight."""
+        self._in_flight: list[tuple[Tensor, FutureTensor]] = []
+        """(flat shard, future of its average) for each average in flight."""
         self._buckets: list[Bucket] = []
-        """This step's rows, without their tensors: they keep the times for the listeners."""
+        """This step's flat shards, without their tensors: they keep the times for the listeners."""
         self._sizes: list[int] = []
-        """Bytes of each row of this step."""
+        """Bytes of each flat shard of this step."""
         if replicas is not None:
             self._connect(replicas, param_groups[0].device, reporter)
             for param_group in param_groups:
@@ -186,7 +194,7 @@ class FsdpState(GradientState[AveragingSession]):
     def report(self) -> Report:
         """Returns calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
-        Torch's own collectives are left out. On CUDA those in few bits have rows without seconds, between nodes alone.
+        Torch's own collectives are left out. On CUDA those in few bits have rows without seconds, between nodes only.
         """
         every = [link.executor.stats for link in self._shards.communicators]
         every += [] if self._shards.stats is None else [self._shards.stats]
@@ -219,7 +227,7 @@ class FsdpState(GradientState[AveragingSession]):
             communicator.close()
 
     def _flush_shards(self) -> bool:
-        """Has the next step send the residuals, and the next all-gather be exact; returns whether any state is kept."""
+        """Makes the next step send the residuals, and the next all-gather exact; returns whether any state is kept."""
         for each in self._shards.carried.values():
             if isinstance(each, ShardResidual):
                 each.flushing = True
@@ -259,7 +267,7 @@ class FsdpState(GradientState[AveragingSession]):
         return dist.get_rank(), dist.get_world_size()
 
     def _own_state(self) -> StateDict:
-        """Returns this rank's entry of a checkpoint: also the carried rows and the placement of ranks."""
+        """Returns this rank's entry of a checkpoint: also the carried flat shards and the placement of ranks."""
         own = super()._own_state()
         if self._shards.rounding is not None:
             own[ROUNDING] = self._shards.rounding.calls
@@ -270,7 +278,7 @@ class FsdpState(GradientState[AveragingSession]):
                 own |= {SCALE_OF + key: float(each.loss_scale.value), SUMS_OF + key: each.sums}
         return own | {SHARDS: _size_of_first(self._shard_groups), NODES: self._shards.nodes}
 
-    def _refuse_homeless(self, found: Checkpoint) -> None:
+    def _refuse_unknown_residuals(self, found: Checkpoint) -> None:
         """Refuses a checkpoint with residuals that this model does not keep.
 
         Raises:
@@ -278,11 +286,11 @@ class FsdpState(GradientState[AveragingSession]):
         """
         saved = {key for part in without_job(found) for key in part}
         if TRANSFERS in saved and not self._compresses_replicas:
-            raise ValueError(HOMELESS.format(found=NO_COMPRESSOR))
+            raise ValueError(UNKNOWN_RESIDUALS.format(found=NO_COMPRESSOR))
         residuals = {key.removeprefix(CARRIED_ON) for key in saved if key.startswith(CARRIED_ON + RESIDUAL)}
         homes = {key for key, each in self._shards.carried.items() if isinstance(each, ShardResidual)}
         if residuals and not homes:
-            raise ValueError(HOMELESS.format(found="`shards` keeps no residual here"))
+            raise ValueError(UNKNOWN_RESIDUALS.format(found="`shards` keeps no residual here"))
         if more := residuals - homes:
             raise ValueError(
                 f"`state` holds residuals of {len(more)} parameter groups that `model` does not have: it is of "
@@ -362,14 +370,15 @@ class FsdpState(GradientState[AveragingSession]):
             self._partial.clear()
 
     def _reduce(self, param_group: ShardedParamGroup, flat: Tensor) -> None:
-        """Averages this rank's row of one parameter group over the replicas; torch calls it after the reduce-scatter.
+        """Averages one parameter group's flat shard over the replicas; torch calls it after the reduce-scatter.
 
         Args:
-            param_group: The parameter group of the row.
-            flat: 1-D row in the parameter group's reduce dtype, divided by the number of shards; changed in place.
+            param_group: The parameter group of the flat shard.
+            flat: 1-D flat shard in the parameter group's reduce dtype, divided by the number of shards; changed in
+                place.
 
         Raises:
-            RuntimeError: The row has another length than expected, or the average failed.
+            RuntimeError: The flat shard has another length than expected, or the average failed.
         """
         connection = self._connected("backward()")
         communicator, compression = connection.communicator, connection.compression
@@ -380,7 +389,7 @@ class FsdpState(GradientState[AveragingSession]):
                 f"FSDP2 reduces {flat.numel()} elements where {numel} were expected of {len(present)} parameters: this "
                 f"torch ({torch.__version__}) arranges them otherwise than gradwire knows"
             )
-        # Average only with the last micro-batch, and begin a step with its first row.
+        # Average only with the last micro-batch, and begin a step with its first flat shard.
         if not self._whole_sum(param_group, present, flat):
             return
         if (
@@ -390,7 +399,7 @@ class FsdpState(GradientState[AveragingSession]):
         if not self._in_step:
             self._begin_step(connection)
         self._reduced.add(id(param_group))
-        # Describe the row to the executor and to the observer, and start its average.
+        # Describe the flat shard to the executor and to the observer, and start its average.
         layout = None if compression is None else self._names.layout(present)
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
@@ -401,11 +410,11 @@ class FsdpState(GradientState[AveragingSession]):
         try:
             communicator.start(all_reduce, scale=scale, flush=compression is not None and compression.flushing)
             future = bucket.result()
-            self._under_way.append((flat, future))
+            self._in_flight.append((flat, future))
             if flat.is_cuda or not param_group.keeps(present, flat.dtype):
                 self._wait_for_averages()
         except BaseException:
-            self._finite = False  # whoever catches it and goes on: this step's state is dropped
+            self._finite = False  # if the caller catches it and continues, this step's state is dropped
             raise
         if flat.is_cuda:  # allocated on the stream of the reduce-scatter; torch drops it while this stream writes to it
             flat.record_stream(torch.cuda.current_stream(flat.device))
@@ -423,10 +432,10 @@ class FsdpState(GradientState[AveragingSession]):
         Raises:
             RuntimeError: One of them failed; none is in flight afterwards.
         """
-        under_way, self._under_way = self._under_way, []
+        in_flight, self._in_flight = self._in_flight, []
         compresses = self._connection is not None and self._connection.compression is not None
         failed: RuntimeError | None = None
-        for flat, future in under_way:
+        for flat, future in in_flight:
             try:
                 future.wait()
             except RuntimeError as error:
@@ -438,12 +447,12 @@ class FsdpState(GradientState[AveragingSession]):
             raise failed
 
     def _whole_sum(self, param_group: ShardedParamGroup, present: tuple[ShardedParameter, ...], flat: Tensor) -> bool:
-        """Adds the earlier micro-batches of the step to a row.
+        """Adds the earlier micro-batches of the step to a flat shard.
 
         Args:
-            param_group: The parameter group of the row.
+            param_group: The parameter group of the flat shard.
             present: Parameters of the group with a gradient in this micro-batch.
-            flat: 1-D row; becomes the sum at the last micro-batch of the step, zero at all others.
+            flat: 1-D flat shard; becomes the sum at the last micro-batch of the step, zero at all others.
 
         Returns:
             True at the last micro-batch; False at the others, whose sum is kept.
@@ -467,7 +476,7 @@ class FsdpState(GradientState[AveragingSession]):
         return True
 
     def _begin_step(self, connection: AveragingSession) -> None:
-        """Begins a step at its first row: decides whether it is timed, and takes over the loss scale."""
+        """Begins a step at its first flat shard: decides whether it is timed, and takes over the loss scale."""
         if self.steps == 0:
             _refuse_late_param_groups(self._model(), self._param_groups)
         self._in_step = True
@@ -489,7 +498,7 @@ class FsdpState(GradientState[AveragingSession]):
         ended = self._in_step
         if ended:
             self._end_step(self._connected("backward()"))
-        # By hand a step ends once, behind its last micro-batch: what has not been averaged by then never would be.
+        # A step ends once, after its last micro-batch: a sum that is left now would never be averaged.
         if self._partial and (ended or self._param_groups[0].finalized_by_hand):
             left = [shard.name for present, _ in self._partial.values() for shard in self._names.of(present)]
             self._partial.clear()

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 import gradwire.fsdp
 from gradwire.comms.checkpoint import ENTRIES, JOB, PREFIX, pack, rank_key
 from gradwire.comms.run.phase_stats import PhaseTotals
-from gradwire.comms.sharded.carried import SentRows, ShardResidual
+from gradwire.comms.sharded.carried import SentShards, ShardResidual
 from gradwire.comms.sharded.collectives import CARRIED, codec_of
-from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
-from gradwire.comms.sharded.rows import add_payload, encode_row, payload_nbytes
+from gradwire.comms.sharded.flat_shards import add_payload, encode_shard, payload_nbytes
+from gradwire.comms.sharded.layout import NamedShard, ShardRuns, runs_of
 from gradwire.compressors.base import StateDict
 from gradwire.compressors.rules import DEFAULT_RULES
 from gradwire.fsdp import FsdpState
@@ -44,7 +44,7 @@ from support.sharded import (
 
 Case = Callable[[DeviceMesh], None]
 
-RUNS = RowRuns(3000, ((10, 1500), (2000, 2900)), ((0, 10), (1500, 2000), (2900, 3000)))
+RUNS = ShardRuns(3000, ((10, 1500), (2000, 2900)), ((0, 10), (1500, 2000), (2900, 3000)))
 CODEC = codec_of(CARRIED, None)
 
 
@@ -55,7 +55,7 @@ def row_of(seed: int) -> torch.Tensor:
 def sent_after(sent: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """What a receiver has when a difference has come."""
     payload = torch.empty(payload_nbytes(CODEC, RUNS, row.dtype), dtype=torch.uint8)
-    encode_row(CODEC, RUNS, row, payload, sent=sent)
+    encode_shard(CODEC, RUNS, row, payload, sent=sent)
     new = sent.clone()
     add_payload(CODEC, RUNS, payload, row.dtype, new)
     return new
@@ -79,7 +79,7 @@ def test_what_one_payload_leaves_out_is_in_the_next() -> None:
     for step in range(12):
         row = row_of(step)
         payload = torch.empty(payload_nbytes(CODEC, RUNS, row.dtype), dtype=torch.uint8)
-        encode_row(CODEC, RUNS, row, payload, residual=left)
+        encode_shard(CODEC, RUNS, row, payload, residual=left)
         got = torch.zeros(RUNS.numel)
         add_payload(CODEC, RUNS, payload, row.dtype, got)
         wanted, had = wanted + row, had + got
@@ -106,7 +106,7 @@ def test_the_residual_goes_by_the_parameter_and_not_by_its_place() -> None:
 
 
 def test_rows_of_another_model_are_refused() -> None:
-    sent = SentRows(RUNS, 2)
+    sent = SentShards(RUNS, 2)
     sent.check(torch.zeros(2, 3000))
     left = ShardResidual([NamedShard("a", (64, 64), (32, 64), 2048)], DEFAULT_RULES, 1)
     for each, rows in ((sent, torch.zeros(1, 3000)), (left, torch.zeros(2, 2048))):

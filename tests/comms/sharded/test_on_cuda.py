@@ -30,7 +30,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.config import Config
 from gradwire.comms.run.phase_stats import PhaseStats
-from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows
+from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedShards
 from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import StreamNodes, TorchMembers, arrange
@@ -208,7 +208,7 @@ def trained(
             for kind, like in ((RESIDUAL, None), (SENT, placed.counterparts)):
                 words = PrefixStore(f"{kind}/{row}", boards)
                 consensus = Agreement(words, row.index(rank), len(row), "loaded", TIMEOUT)
-                loaded[kind] = LoadedRows(partial(LoadConsistencyCheck, None, consensus=consensus, like=like))
+                loaded[kind] = LoadedShards(partial(LoadConsistencyCheck, None, consensus=consensus, like=like))
             link = ShardLink(placed, None, None, None, loaded)
             install(
                 param_groups,

@@ -1,6 +1,6 @@
-"""Payloads of rows. A row is the part of a parameter group's flat gradient or weights that one rank owns.
+"""Payloads of flat shards. A flat shard is the part of a parameter group's flat gradient or weights that one rank owns.
 
-A payload holds the compressed runs of a row (matrices) encoded by a codec, then the dense runs (vectors, small
+A payload holds the compressed runs of a flat shard (matrices) encoded by a codec, then the dense runs (vectors, small
 matrices) unchanged, each part padded to `ALIGN_NBYTES`.
 """
 
@@ -9,43 +9,43 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.comms.sharded.layout import RowRuns
+from gradwire.comms.sharded.layout import ShardRuns
 from gradwire.compressors.codecs.base import FusedCodec
 
 ALIGN_NBYTES = 16
 """Alignment of payloads and of their parts, in bytes: any dtype can be viewed there, and kernels use wide loads."""
 
 
-def payload_nbytes(codec: FusedCodec, runs: RowRuns, dtype: torch.dtype) -> int:
-    """Returns the size of a row's payload in bytes.
+def payload_nbytes(codec: FusedCodec, runs: ShardRuns, dtype: torch.dtype) -> int:
+    """Returns the size of a flat shard's payload in bytes.
 
     Args:
         codec: Codec of the compressed runs.
-        runs: Compressed and dense runs of the row.
-        dtype: Dtype of the row, in which dense runs are sent.
+        runs: Compressed and dense runs of the flat shard.
+        dtype: Dtype of the flat shard, in which dense runs are sent.
     """
     return _dense_at(codec, runs) + _aligned(runs.dense_numel * dtype.itemsize)
 
 
-def encode_row(
+def encode_shard(
     codec: FusedCodec,
-    runs: RowRuns,
+    runs: ShardRuns,
     row: Tensor,
     payload: Tensor,
     *,
     residual: Tensor | None = None,
     sent: Tensor | None = None,
 ) -> None:
-    """Encodes a row into a payload.
+    """Encodes a flat shard into a payload.
 
     Args:
         codec: Codec of the compressed runs.
-        runs: Compressed and dense runs of the row.
+        runs: Compressed and dense runs of the flat shard.
         row: (runs.numel) floating-point; not changed.
         payload: (payload_nbytes) uint8, aligned to 16 bytes; overwritten.
-        residual: (runs.compressed_numel) float32, added to the row before it is encoded; overwritten with the
+        residual: (runs.compressed_numel) float32, added to the flat shard before it is encoded; overwritten with the
             compression error.
-        sent: (runs.numel) float32 row that the receivers already have; if given, compressed runs are encoded as
+        sent: (runs.numel) float32 flat shard that the receivers already have; if given, compressed runs are encoded as
             differences from it.
     """
     used = codec.wire_nbytes(runs.compressed_numel)
@@ -63,14 +63,16 @@ def encode_row(
     payload[start + dense_nbytes :].zero_()
 
 
-def decode_rows(codec: FusedCodec, runs: RowRuns, payloads: Tensor, dtype: torch.dtype, own: Tensor | None) -> Tensor:
-    """Decodes the payloads that several ranks sent of one row, and returns their sum.
+def decode_shards(
+    codec: FusedCodec, runs: ShardRuns, payloads: Tensor, dtype: torch.dtype, own: Tensor | None
+) -> Tensor:
+    """Decodes the payloads that several ranks sent of one flat shard, and returns their sum.
 
     Args:
         codec: Codec of the compressed runs.
-        runs: Compressed and dense runs of the row.
+        runs: Compressed and dense runs of the flat shard.
         payloads: (ranks, payload_nbytes) uint8, contiguous.
-        dtype: Dtype of the encoded rows.
+        dtype: Dtype of the encoded flat shards.
         own: (runs.numel) contribution of this rank, added without being encoded; None for no contribution.
 
     Returns:
@@ -92,16 +94,16 @@ def decode_rows(codec: FusedCodec, runs: RowRuns, payloads: Tensor, dtype: torch
     return total
 
 
-def add_payload(codec: FusedCodec, runs: RowRuns, payload: Tensor, dtype: torch.dtype, sent: Tensor) -> None:
-    """Updates a receiver's copy of a row with a payload of differences.
+def add_payload(codec: FusedCodec, runs: ShardRuns, payload: Tensor, dtype: torch.dtype, sent: Tensor) -> None:
+    """Updates a receiver's copy of a flat shard with a payload of differences.
 
     Args:
         codec: Codec of the compressed runs.
-        runs: Compressed and dense runs of the row.
+        runs: Compressed and dense runs of the flat shard.
         payload: (payload_nbytes) uint8: differences in the compressed runs, new values in the dense ones.
-        dtype: Dtype of the encoded row.
-        sent: (runs.numel) float32 copy of the row, changed in place. Ranks that apply the same payloads keep the same
-            bits.
+        dtype: Dtype of the encoded flat shard.
+        sent: (runs.numel) float32 copy of the flat shard, changed in place. Ranks that apply the same payloads keep the
+            same bits.
     """
     if runs.compressed_numel:
         had = gather_runs(sent, runs.compressed)
@@ -114,7 +116,7 @@ def add_payload(codec: FusedCodec, runs: RowRuns, payload: Tensor, dtype: torch.
         scatter_runs(dense.float(), sent, runs.dense)
 
 
-def _dense_at(codec: FusedCodec, runs: RowRuns) -> int:
+def _dense_at(codec: FusedCodec, runs: ShardRuns) -> int:
     return _aligned(codec.wire_nbytes(runs.compressed_numel)) if runs.compressed_numel else 0
 
 
