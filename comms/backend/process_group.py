@@ -116,7 +116,7 @@ class GradwireGroup(DelegatingGroup):
     """
 
     serializes_launches = True
-    """See `SerializesLaunches`."""
+    """Marks a group that orders its own launches with those of other communicators of a device."""
 
     def __init__(self, options: GroupOptions, config: Config) -> None:
         # Torch's own group, which has no backends yet.

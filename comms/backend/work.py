@@ -221,13 +221,13 @@ class PackedWork(WatchedWork):
         self._outputs: list[Tensor] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See `WatchedWork.wait`."""
+        """Waits for the collective, then copies the results back to the user's tensors."""
         super().wait(timeout)
         self.result()
         return True
 
     def get_future(self) -> FutureTensors:
-        """See `WatchedWork.get_future`."""
+        """Returns a future of the user's tensors, completed after the results are copied back."""
         return super().get_future().then(self._after)
 
     def is_completed(self) -> bool:

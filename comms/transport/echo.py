@@ -30,20 +30,20 @@ class EchoGroup:
         return Member(self.rank, self.size)
 
     def all_reduce(self, tensor: Tensor) -> Done:
-        """See `Transport.all_reduce`."""
+        """Multiplies the tensor by the number of ranks, in place: the sum of equal tensors."""
         self.rounds += 2
         tensor.mul_(self.size)
         return Done()
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Done:
-        """See `Transport.all_to_all`: every rank's first part."""
+        """Fills `output` with the first part of `source`, as if every rank had sent that."""
         self.rounds += 1
         self.exchanged = True
         output.copy_(torch.cat([source.chunk(self.size)[0]] * self.size) if source.numel() else source)
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> Done:
-        """See `Transport.all_gather`."""
+        """Fills `output` with copies of `source`, one for each rank."""
         self.rounds += 1
         self.exchanged = True
         output.view(self.size, -1).copy_(source.view(1, -1))

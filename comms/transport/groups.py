@@ -21,7 +21,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
-from gradwire.comms.transport.works import CLOSE_SECONDS, Alarm
+from gradwire.comms.transport.works import CLOSE_SECONDS, AbortReason
 from gradwire.compressors.base import Collective, Work
 
 if TYPE_CHECKING:  # at run time loaded only if it is used
@@ -164,25 +164,25 @@ def check_transport(transport: str, device: torch.device | None = None) -> None:
         mpi.load()
 
 
-class _GivenUp:
+class _AbortState:
     """Returns the reason why this rank or another one has aborted; None if none has. Waits call it once a second.
 
     Transports hold this object and not their `Groups`: a reference cycle would keep both until the next garbage
     collection.
 
     Args:
-        alarm: Returns the reason why another rank has aborted.
+        abort_reason: Returns the reason why another rank has aborted.
 
     Attributes:
         own: Reason why this rank has aborted; None if it has not.
     """
 
-    def __init__(self, alarm: Alarm) -> None:
+    def __init__(self, abort_reason: AbortReason) -> None:
         self.own: str | None = None
-        self._alarm = alarm
+        self._abort_reason = abort_reason
 
     def __call__(self) -> str | None:
-        return self.own or self._alarm()
+        return self.own or self._abort_reason()
 
 
 class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
@@ -201,7 +201,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         same_node: Returns True if a set of ranks shares memory.
         transport: `auto`, `gloo`, `nccl` or `mpi`, as in `Config`.
         timeout: Time-out of every collective, and of connecting.
-        alarm: Returns the reason why another rank has aborted; None while none has.
+        abort_reason: Returns the reason why another rank has aborted; None while none has.
         interface: Network interface for gloo; None leaves the choice to gloo.
         nccl_groups: Names, global ranks and the user's own group, for CUDA.
         connections: See `GlooTransport`.
@@ -216,7 +216,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         same_node: Callable[[tuple[int, ...]], bool],
         transport: str,
         timeout: timedelta,
-        alarm: Alarm,
+        abort_reason: AbortReason,
         interface: str | None = None,
         *,
         nccl_groups: "NcclGroups | None" = None,
@@ -230,9 +230,9 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._transport = transport
         self._same_node = same_node
         self._timeout = timeout
-        self._given_up = _GivenUp(alarm)
+        self._aborted = _AbortState(abort_reason)
         self._connect_gloo = partial(
-            connect_gloo, timeout=timeout, alarm=self._given_up, interface=interface, connections=connections
+            connect_gloo, timeout=timeout, abort_reason=self._aborted, interface=interface, connections=connections
         )
         self.ended = ended
         self._nccl = nccl_groups
@@ -264,7 +264,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         Args:
             members: Global ranks that wait for each other.
         """
-        return PeerWait(members, members.index(self._rank), self.ended, self._given_up)
+        return PeerWait(members, members.index(self._rank), self.ended, self._aborted)
 
     def connect(self, wanted: Mapping[tuple[Lane, tuple[int, ...]], bool], nbytes: int) -> None:
         """Connects the transports that buckets need and this rank is a member of, one after the other.
@@ -306,7 +306,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         Args:
             reason: Reason, for the errors of the waits.
         """
-        self._given_up.own = reason
+        self._aborted.own = reason
         for group in [*self.values(), self._connecting, self._users]:
             if isinstance(group, Abortable):
                 group.abort(reason)
@@ -332,7 +332,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._closed = True
         # After a failure gloo's destructors would wait for collectives in flight.
         deadline = time.monotonic() + seconds
-        if self._given_up.own is not None:
+        if self._aborted.own is not None:
             self.disconnect()
             gloo = [group for group in list(self.values()) if isinstance(group, GlooTransport)]
             self.drained = all(group.drain(max(0.0, deadline - time.monotonic())) for group in gloo)
@@ -349,7 +349,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         from gradwire.comms.transport.launch_order import devices
 
         group = cast("NcclTransport", self[lane, members])
-        together = self._store.below(f"end/{self._name_of(lane, members)}") if self._given_up.own is None else None
+        together = self._store.below(f"end/{self._name_of(lane, members)}") if self._aborted.own is None else None
         group.close(seconds, together)
         devices.leave(group)
 
@@ -370,7 +370,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for
 
             store, wait = PrefixStore(f"mpi/{name}", self._store), partial(self.peer_wait, members)
-            return mpi.connect(store, index, size, self._timeout, self._given_up, wait)
+            return mpi.connect(store, index, size, self._timeout, self._aborted, wait)
         store = PrefixStore(f"gloo/{name}", self._store)
         return self._connect_gloo(store, index, size, peer_wait=partial(self.peer_wait, members))
 
@@ -402,8 +402,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._connecting = made
         try:
             # Only after `_connecting` is set: an `abort` in between has seen it, one before is seen here.
-            if self._given_up.own is not None:
-                raise PeerError(self._given_up.own)
+            if self._aborted.own is not None:
+                raise PeerError(self._aborted.own)
             made.connect(self._device, self._timeout)
         except BaseException as error:
             made.abort(f"NCCL could not connect ranks {nccl.describe_ranks(members)}: {error}")  # ends torch's threads

@@ -108,7 +108,7 @@ class TorchIssuer:
 
     @property
     def communicator(self) -> object:
-        """See `Issuer`."""
+        """NCCL backend of torch's group, by which its collectives are told apart from those of others."""
         return self._communicator
 
     def issue(self, collective: Callable[[], Result]) -> Result:

@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.sum_order import SlicesToSum
 from gradwire.comms.transport.torch_group import connect_within, scale_in_place
-from gradwire.comms.transport.works import SLICE, Alarm, Then
+from gradwire.comms.transport.works import SLICE, AbortReason, Then
 from gradwire.compressors.base import Work, even_bounds
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def connect(
     rank: int,
     size: int,
     timeout: timedelta,
-    alarm: Alarm | None = None,
+    abort_reason: AbortReason | None = None,
     peer_wait: Callable[[], PeerWait] | None = None,
 ) -> "MpiGroup":
     """Makes the communicators of a group; only its members take part.
@@ -80,8 +80,8 @@ def connect(
         rank: This rank's index in the group.
         size: Number of ranks.
         timeout: Longest wait for the members, and time-out of every collective.
-        alarm: See `MpiGroup`.
-        peer_wait: Makes the liveness check while the other ranks connect; None checks the alarm alone.
+        abort_reason: Returns the reason why another rank has aborted; called about once a second during waits.
+        peer_wait: Makes the liveness check while the other ranks connect; None checks the abort signal only.
 
     Raises:
         RuntimeError: mpi4py is missing, MPI does not support several threads, or a rank did not join.
@@ -109,8 +109,8 @@ def connect(
         first = world.Create_group(members, tag=tag)
         return first, first.Dup()
 
-    others = PeerWait(range(size), rank, None, alarm) if peer_wait is None else peer_wait()
-    return MpiGroup(mpi, *connect_within(timeout, others, made), rank, size, timeout, alarm)
+    others = PeerWait(range(size), rank, None, abort_reason) if peer_wait is None else peer_wait()
+    return MpiGroup(mpi, *connect_within(timeout, others, made), rank, size, timeout, abort_reason)
 
 
 class MpiGroup:
@@ -123,7 +123,7 @@ class MpiGroup:
         rank: This rank's index.
         size: Number of ranks.
         timeout: Time-out of every collective.
-        alarm: Called about once a second during a wait, which ends if it returns a reason.
+        abort_reason: Called about once a second during a wait, which ends if it returns a reason.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class MpiGroup:
         rank: int,
         size: int,
         timeout: timedelta,
-        alarm: Alarm | None = None,
+        abort_reason: AbortReason | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.seconds = timeout.total_seconds()
-        self.alarm = alarm
+        self.abort_reason = abort_reason
         self.reason: str | None = None
         self._mpi = mpi
         self._communicators = [first, second]
@@ -152,7 +152,7 @@ class MpiGroup:
         return self._communicators[0]
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """See `Transport.all_reduce`: an exchange of slices, then a sum and an all-gather in `wait`."""
+        """Starts an exchange of slices; `wait` sums the own slice and all-gathers the sums."""
         flat = tensor.view(-1)
         bounds = even_bounds(flat.numel(), self.size)
         return Then(
@@ -160,34 +160,34 @@ class MpiGroup:
         )
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
-        """See `Transport.reduce_scatter`."""
+        """Starts an exchange of slices; `wait` sums this rank's slice, in rank order."""
         return self._scatter(tensor, bounds, scale)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """See `Transport.all_gather_slices`."""
+        """Starts an MPI allgatherv of each rank's slice, in place."""
         return self._gather(self._first, tensor, bounds)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """See `Transport.all_to_all`."""
+        """Starts an MPI alltoall of equal parts."""
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Ialltoall([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
         return _Request(request, (sent, received), "all_to_all", self)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """See `Transport.all_gather`."""
+        """Starts an MPI allgather of each rank's `source`."""
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Iallgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
         return _Request(request, (sent, received), "all_gather", self)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """See `Transport.broadcast`."""
+        """Starts an MPI broadcast of rank `root`'s tensor, in place."""
         data = _bytes(tensor)
         return _Request(self._first.Ibcast([data, self._mpi.BYTE], root=root), (data,), "broadcast", self)
 
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
-        """See `TorchTransport.exchange`; MPI itself decides how to send messages of any size."""
+        """Starts an MPI alltoallv; MPI itself decides how to send messages of any size."""
         width = source.element_size()
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Ialltoallv(
@@ -240,7 +240,7 @@ class _Request:
         request: Request of MPI in flight.
         buffers: Memory that MPI reads and writes.
         name: Name of the collective, for errors.
-        group: Group whose time-out, alarm and abort end the wait.
+        group: Group whose time-out, abort reason and abort end the wait.
 
     Attributes:
         group: See above.
@@ -267,9 +267,9 @@ class _Request:
             if group.reason is not None:
                 raise PeerError(group.reason)
             now = time.monotonic()
-            if group.alarm is not None and now - asked > SLICE.total_seconds():
+            if group.abort_reason is not None and now - asked > SLICE.total_seconds():
                 asked = now
-                if reason := group.alarm():
+                if reason := group.abort_reason():
                     raise PeerError(reason)
             if now > deadline:
                 raise PeerError(f"MPI {self._name} took longer than {group.seconds:g} s: a rank is gone or hangs", ())

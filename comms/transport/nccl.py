@@ -44,7 +44,7 @@ log = logging.getLogger("gradwire")
 ABORT_SECONDS = 1.0
 """Shortest wait for the abort of an idle communicator, in seconds; it takes milliseconds on an idle machine."""
 
-MEETING_SECONDS = 0.02
+FINISHED_POLL_SECONDS = 0.02
 """Seconds between two polls in `close` for the other ranks."""
 
 POLL_SECONDS = 0.002
@@ -334,12 +334,12 @@ class NcclTransport:
         self._group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)], dist.AllreduceOptions()).wait()
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """See `Transport.all_reduce`."""
+        """Issues an NCCL all_reduce in place, with the factor in its sum if NCCL supports that."""
         self._check()
         return self._issue([self._calls.all_reduce(tensor, scale)])
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
-        """See `Transport.reduce_scatter`.
+        """Issues a reduce-scatter of equal or unequal slices, in place.
 
         Equal slices are one native reduce_scatter in place, and what the last rank has beyond that one reduce; unequal
         slices are a reduce each. Both are one group call.
@@ -357,7 +357,7 @@ class NcclTransport:
         return self._issue(calls)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """See `Transport.all_gather_slices`: the inverse of `reduce_scatter`, with an all_gather and broadcasts."""
+        """Issues the inverse of `reduce_scatter`: an all_gather, and broadcasts of unequal slices."""
         self._check()
         flat, bounds = _real(tensor, bounds)
         calls: list[Call] = []
@@ -369,17 +369,17 @@ class NcclTransport:
         return self._issue(calls)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """See `Transport.all_to_all`."""
+        """Issues an NCCL all-to-all of equal parts."""
         self._check()
         return self._issue([self._calls.all_to_all(output, source)])
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """See `Transport.all_gather`."""
+        """Issues an NCCL all_gather of each rank's `source`."""
         self._check()
         return self._issue([self._calls.all_gather(output, source)])
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """See `Transport.broadcast`."""
+        """Issues an NCCL broadcast of rank `root`'s tensor, in place."""
         self._check()
         return self._issue([self._calls.broadcast(_real(tensor)[0], root)])
 
@@ -442,7 +442,7 @@ class NcclTransport:
         """
         return self._aborting is None and all(work.is_completed() for work in self._last)  # they run in order
 
-    def close(self, seconds: float = CLOSE_SECONDS, meeting: PollingStore | None = None) -> None:
+    def close(self, seconds: float = CLOSE_SECONDS, finished: PollingStore | None = None) -> None:
         """Ends torch's threads and the connections within a time limit, unless the group is the user's own.
 
         Every rank waits until its collectives are done and the other ranks have published the same; then it aborts the
@@ -451,17 +451,17 @@ class NcclTransport:
 
         Args:
             seconds: Longest wait for collectives in flight and for the other ranks, together.
-            meeting: Store in which the members publish that they have finished; None does not wait for them.
+            finished: Store in which the members publish that they have finished; None does not wait for them.
         """
         if self._owned and self._aborting is None:
             deadline = time.monotonic() + seconds
-            while not (through := self.is_done()) and time.monotonic() < deadline:
+            while not (done := self.is_done()) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
-            if not through:
-                self.abort(f"gradwire was closed on this rank while collectives of {self.size} ranks were under way")
+            if not done:
+                self.abort(f"gradwire was closed on this rank while collectives of {self.size} ranks were in flight")
             else:
-                if meeting is not None:
-                    self._meet(meeting, deadline)
+                if finished is not None:
+                    self._wait_until_finished(finished, deadline)
                 self.abort("gradwire is closed on this rank")
         if self._aborting is not None:
             self._aborting.join(max(seconds, ABORT_SECONDS))
@@ -473,18 +473,18 @@ class NcclTransport:
                 )
         self._last = ()
 
-    def _meet(self, store: PollingStore, deadline: float) -> None:
+    def _wait_until_finished(self, store: PollingStore, deadline: float) -> None:
         """Waits until all members have finished with the communicator, or until `deadline`."""
         try:
             if store.add("through", 1) == self.size:
                 store.set("all", "")
             while not store.check(["all"]):
                 if time.monotonic() > deadline:
-                    log.debug("not all of %d ranks are through with a group: left without them", self.size)
+                    log.debug("not all of %d ranks have finished with a group: closed without them", self.size)
                     return
-                time.sleep(MEETING_SECONDS)
+                time.sleep(FINISHED_POLL_SECONDS)
         except RuntimeError as error:  # the process that serves the store has exited, as the last one
-            log.debug("the store cannot say whether %d ranks are through: %s", self.size, error)
+            log.debug("the store cannot say whether %d ranks have finished: %s", self.size, error)
 
     def _abort(self) -> None:
         self._group.abort()

@@ -83,7 +83,7 @@ class RankOrder:
     """Adds in rank order, the same for every element."""
 
     def sum(self, slices: SlicesToSum, target: Tensor, start: int, size: int) -> None:
-        """See `SumOrder.sum`."""
+        """Adds the slices to `target` in rank order."""
         slices.sum(target)
 
 
@@ -98,7 +98,7 @@ class RingOrder:
     rings: Rings
 
     def sum(self, slices: SlicesToSum, target: Tensor, start: int, size: int) -> None:
-        """See `SumOrder.sum`."""
+        """Adds the slices to `target` in the order in which gloo's ring would add them."""
         slices.sum_as_rings(target, ring_runs(self.rings, start, start + target.numel(), size, target.element_size()))
 
 
@@ -161,7 +161,7 @@ class Sums(Protocol):
         """Number of ranks."""
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """See `Transport.all_reduce`."""
+        """Sums `scale` times a tensor over the ranks, in place."""
 
 
 def adds_as_ring(rail: Sums, dtype: torch.dtype, numel: int) -> bool:

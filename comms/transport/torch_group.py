@@ -46,7 +46,7 @@ from gradwire.comms.environment import gloo_interfaces
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.gloo_sockets import Connection, GlooSockets
 from gradwire.comms.transport.sum_order import RANK_ORDER, SlicesToSum, SumOrder, ring_numel, sums_as_rings
-from gradwire.comms.transport.works import SLICE, Alarm, Then, Waiting, Works, drain
+from gradwire.comms.transport.works import SLICE, AbortReason, Then, Waiting, Works, drain
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class TorchTransport:
         group: Process group, made by `make_gloo`.
         rank: This rank's index in the group.
         size: Number of ranks.
-        alarm: Returns the reason why another rank has aborted; called about once a second while a work is waited for.
-            Only the two ends of a broken connection see that it is broken, and gloo cannot wake the other ranks.
+        abort_reason: Returns the reason why another rank has aborted; called about once a second while a work is waited
+            for. Only the two ends of a broken connection see that it is broken, and gloo cannot wake the other ranks.
         timeout: Time-out that the group was made with.
     """
 
@@ -94,13 +94,13 @@ class TorchTransport:
         group: TorchGroup,
         rank: int,
         size: int,
-        alarm: Alarm | None = None,
+        abort_reason: AbortReason | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self.rank = rank
         self.size = size
         self._group = group
-        self._alarm = alarm
+        self._abort_reason = abort_reason
         self._timeout = timeout
         self._in_flight: dict[int, BackendWork] = {}
         """Works of the group that have not been waited for to their end. An entry is added by the thread that
@@ -109,27 +109,27 @@ class TorchTransport:
     def _waiting(self, work: BackendWork) -> Work:
         """Returns a work of the group with a deadline, whose wait ends if another rank aborts."""
         self._in_flight[id(work)] = work
-        return Waiting(work, self._alarm or (lambda: None), self._timeout, self._in_flight)
+        return Waiting(work, self._abort_reason or (lambda: None), self._timeout, self._in_flight)
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """See `Transport.all_reduce`. Gloo runs a ring: each element is summed on one rank and copied to the others."""
+        """Starts gloo's ring all_reduce: each element is summed on one rank and copied to the others."""
         scale_in_place(tensor, scale)
         return self._waiting(self._group.allreduce([tensor], dist.AllreduceOptions()))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """See `Transport.all_to_all`."""
+        """Starts an exchange in which each rank sends an equal part of `source` to every rank."""
         parts = [source.numel() // self.size] * self.size
         return self.exchange(output.view(-1), source.view(-1), parts, parts, source.nbytes // self.size)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """See `Transport.all_gather`."""
+        """Starts an all_gather of torch's group: each rank's `source`, in rank order."""
         issue = getattr(self._group, ALL_GATHER_SINGLE)
         return self._waiting(issue(output.view(-1), source.view(-1), AllgatherOptions()))
 
     def reduce_scatter(
         self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0, order: SumOrder = RANK_ORDER
     ) -> Work:
-        """See `Transport.reduce_scatter`. Every rank sends each slice to its owner, which adds all of them.
+        """Sends each slice to its owner, which adds the contributions of all ranks in `wait`.
 
         One message for each peer and (size - 1)/size of the tensor sent: the lower bound. Gloo's own reduce_scatter
         needs equal slices and measured slower.
@@ -151,7 +151,7 @@ class TorchTransport:
         return Then(work, lambda: order.sum(rows, tensor[start:stop], start, self.size))
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """See `Transport.all_gather_slices`. Equal slices take one all_gather, a single slice takes a broadcast.
+        """Sends each slice to all ranks: by one all_gather if slices are equal, by a broadcast if there is one.
 
         In all other cases every rank sends its slice to each other rank, and forwards nothing.
         """
@@ -181,7 +181,7 @@ class TorchTransport:
         return Works(works)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """See `Transport.broadcast`."""
+        """Starts a broadcast of torch's group: rank `root`'s tensor, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._waiting(self._group.broadcast([tensor], options))
@@ -211,7 +211,7 @@ class GlooTransport(TorchTransport):
         connect: Makes a gloo group of the same ranks with a given name; called again for the second group.
         rank: This rank's index in the group.
         size: Number of ranks.
-        alarm: See `TorchTransport`.
+        abort_reason: Returns the reason why another rank has aborted; called about once a second during waits.
         connections: Maps the round trip in seconds between the two most distant ranks to a number of TCP connections
             for large messages; the largest result of all ranks counts. Below 2, gloo sends all messages. None: 1.
         timeout: Time-out of the groups, and of messages over those connections.
@@ -227,14 +227,14 @@ class GlooTransport(TorchTransport):
         connect: Callable[[str], TorchGroup],
         rank: int,
         size: int,
-        alarm: Alarm | None = None,
+        abort_reason: AbortReason | None = None,
         *,
         connections: Callable[[float], int] | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self._sockets = GlooSockets()
         self._connect = connect
-        super().__init__(self._sockets.opened_by(lambda: connect("first")), rank, size, alarm, timeout)
+        super().__init__(self._sockets.opened_by(lambda: connect("first")), rank, size, abort_reason, timeout)
         self._downwards: TorchGroup | None = None
         self._choose = connections
         self._streams: Streams | None = None
@@ -242,7 +242,7 @@ class GlooTransport(TorchTransport):
         """True if a trial showed that gloo's ring adds in the order of `ring_runs`; the same on all ranks."""
 
     def disconnect(self) -> None:
-        """Shuts down the connections; see `GlooSockets.shut_down`."""
+        """Shuts down this rank's TCP connections of gloo, so that waits on both of their ends raise an error."""
         self._sockets.shut_down()
 
     def drain(self, seconds: float) -> bool:
@@ -250,7 +250,7 @@ class GlooTransport(TorchTransport):
         return drain(self._in_flight, seconds) and (self._streams is None or self._streams.drain(seconds))
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """See `Transport.all_reduce`. On long paths the same bytes take fewer round trips than gloo's ring.
+        """Sums a tensor over the ranks, in place; on long paths with fewer round trips than gloo's ring.
 
         Two ranks exchange their tensors and both add them: one round trip instead of two, and the same bits, because
         a + b = b + a. Of more ranks, each sums the part that it owns in the ring, in the ring's order, and sends the
@@ -318,7 +318,7 @@ class GlooTransport(TorchTransport):
         return Then(work, lambda: _hand_out(received, widest_first, self.rank), sent)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """See `Transport.all_gather`. Two ranks exchange one message, because gloo's ring would send two."""
+        """Gathers each rank's `source`; two ranks exchange one message, because gloo's ring would send two."""
         found = self._streams_for(source.nbytes) if self.size > 1 else None
         if found is None and (self.size != 2 or not source.numel()):
             return super().all_gather(output, source)
@@ -333,7 +333,7 @@ class GlooTransport(TorchTransport):
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
-        """See `TorchTransport.exchange`."""
+        """Exchanges runs with the other ranks; large messages take both directions of a link at once."""
         found = self._streams_for(largest_nbytes) if self.size > 1 else None
         if self.size == 1 or (found is None and largest_nbytes < LARGE_NBYTES):
             return super().exchange(output, source, output_splits, source_splits, largest_nbytes)
@@ -342,7 +342,7 @@ class GlooTransport(TorchTransport):
     def sendrecv(self, other: int, received: Tensor, sent: Tensor) -> Work:
         """Exchanges a tensor with one other rank at full duplex, without the rest of the ranks: for measurements.
 
-        All ranks have called `connect_both_ways` before. The wait of the work does not react to an alarm; see
+        All ranks have called `connect_both_ways` before. The wait of the work does not react to an abort signal; see
         `listening`.
 
         Args:
@@ -357,7 +357,7 @@ class GlooTransport(TorchTransport):
         return Works([Waiting(each, None, self._timeout) for each in (sent_work, coming)])
 
     def listening(self, call: Callable[[], Result]) -> Result:
-        """Runs `call` in another thread, calls the alarm meanwhile, and returns the result of `call`.
+        """Runs `call` in another thread, checks for an abort signal meanwhile, and returns the result of `call`.
 
         Gloo closes a connection when the wait for a single message times out, so that wait cannot be cut into slices as
         those for collectives are. If another rank aborts, the connections are shut down, which ends `call`: two seconds
@@ -370,16 +370,17 @@ class GlooTransport(TorchTransport):
             PeerError: Another rank has aborted.
             BaseException: Whatever `call` has raised.
         """
-        told = in_thread(call, "gradwire swaps")
+        outcome = in_thread(call, "gradwire pairwise")
         while True:
             try:
-                return outcome_of(told.get(timeout=SLICE.total_seconds()))
+                return outcome_of(outcome.get(timeout=SLICE.total_seconds()))
             except Empty:
-                if self._alarm is not None and (reason := self._alarm()):
+                if self._abort_reason is not None and (reason := self._abort_reason()):
                     in_thread(self._disconnect_later, "gradwire disconnects", awaited=False)
                     raise PeerError(reason) from None
 
     def _disconnect_later(self) -> None:
+        """Shuts down the connections after two seconds, in which the other ranks learn the reason of the abort."""
         time.sleep(2 * SLICE.total_seconds())
         self.disconnect()
 
@@ -390,7 +391,7 @@ class GlooTransport(TorchTransport):
         return self._downwards
 
     def connect_for(self, nbytes: int) -> None:
-        """See `MeetsInPairs.connect_for`."""
+        """Connects the second group if a message of `nbytes` would use it; every rank calls it."""
         if self.size > 1 and nbytes >= LARGE_NBYTES:
             self.connect_both_ways()
 
@@ -470,13 +471,15 @@ class GlooTransport(TorchTransport):
             found: dict[int, list[socket.socket]] = {}
             for rank, (_, kind, port, token, text) in enumerate(told[: self.rank]):
                 place = text.strip(b"\0").decode()
-                found[rank] = parallel_tcp.connect(kind, place, port, token, self.rank, count, deadline, self._alarm)
+                found[rank] = parallel_tcp.connect(
+                    kind, place, port, token, self.rank, count, deadline, self._abort_reason
+                )
             higher = dict.fromkeys(range(self.rank + 1, self.size), count)
-            found |= listener.accept(higher, deadline, self._alarm)
+            found |= listener.accept(higher, deadline, self._abort_reason)
         finally:
             if listener is not None:
                 listener.close()
-        return parallel_tcp.Streams(found, self._timeout, self._alarm)
+        return parallel_tcp.Streams(found, self._timeout, self._abort_reason)
 
     def _farthest(self) -> tuple[tuple[int, str] | None, float]:
         """Returns this rank's address family and address on gloo's interface, and its longest round trip in seconds."""
@@ -512,7 +515,7 @@ def connect_gloo(
     rank: int,
     size: int,
     timeout: timedelta,
-    alarm: Alarm | None = None,
+    abort_reason: AbortReason | None = None,
     interface: str | None = None,
     connections: Callable[[float], int] | None = None,
     peer_wait: Callable[[], PeerWait] | None = None,
@@ -527,7 +530,7 @@ def connect_gloo(
         rank: This rank's index in the group.
         size: Number of ranks.
         timeout: Time-out of connecting and of every collective.
-        alarm: See `TorchTransport`.
+        abort_reason: Returns the reason why another rank has aborted; called about once a second during waits.
         interface: Name of a network interface of this host, such as `eth0`.
         connections: See `GlooTransport`.
         peer_wait: Makes the liveness check while the other ranks connect; None checks the abort signal alone.
@@ -540,10 +543,10 @@ def connect_gloo(
 
     def connected(name: str) -> TorchGroup:
         own = PrefixStore(name, store)
-        others = PeerWait(range(size), rank, None, alarm) if peer_wait is None else peer_wait()
+        others = PeerWait(range(size), rank, None, abort_reason) if peer_wait is None else peer_wait()
         return connect_within(timeout, others, lambda: make_gloo(own, rank, size, timeout, interfaces))
 
-    return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout)
+    return GlooTransport(connected, rank, size, abort_reason, connections=connections, timeout=timeout)
 
 
 def connect_within(timeout: timedelta, peer_wait: PeerWait, connect: Callable[[], Result]) -> Result:

@@ -1,7 +1,7 @@
-"""This module has the works of CPU transports: objects that are waited for, and combinations of them.
+"""Works of CPU transports: objects that are waited for, and combinations of them.
 
-`Waiting` gives a work of gloo a deadline and has it react to an abort signal; `Works` joins several works, `Then` adds
-what has to be done with the bytes that arrived, and `Done` stands for an operation that has returned its result.
+`Waiting` gives a work of gloo a deadline and makes it react to an abort signal. `Works` joins several works, `Then`
+runs a function on the bytes that arrived, and `Done` is the work of an operation that has returned its result.
 """
 
 import logging
@@ -18,11 +18,12 @@ from gradwire.compressors.base import Work
 
 log = logging.getLogger("gradwire")
 
-Alarm = Callable[[], str | None]
+AbortReason = Callable[[], str | None]
 """Returns the reason why another rank has aborted; None while none has."""
 
 SLICE = timedelta(seconds=1)
-"""Time between two calls of the alarm during a wait: one request to the store a second for each waiting lane."""
+"""Time between two checks during a wait whether another rank has aborted: one request to the store a second for each
+waiting lane."""
 
 WAIT_MARGIN = timedelta(seconds=30)
 """Longest time by which a wait of the backend outlasts the group's time-out. The wait below it ends by that time-out
@@ -68,28 +69,28 @@ class Waiting:
 
     Attributes:
         work: Work of torch.
-        alarm: Called about once a second during the wait. None: the wait goes on until gloo's own time-out.
+        abort_reason: Called about once a second during the wait. None: the wait goes on until gloo's own time-out.
         timeout: Time-out of the group, for every collective.
         in_flight: The transport's works by id, from which this one is removed when gloo has finished with its tensors.
             An abandoned wait leaves it there: gloo's threads may still read bytes that had arrived, or add them up.
     """
 
     work: BackendWork
-    alarm: Alarm | None
+    abort_reason: AbortReason | None
     timeout: timedelta
     in_flight: dict[int, BackendWork] | None = None
 
     def wait(self) -> None:
-        """See `Work.wait`.
+        """Waits for gloo's work, and asks once a second whether another rank has aborted.
 
         Raises:
             RuntimeError: Gloo's own error; or `timeout` and `MAKING_MARGIN` are over.
             PeerError: Another rank has aborted.
         """
-        if self.alarm is None:
+        if self.abort_reason is None:
             self.work.wait(self.timeout)
             return
-        if not wait_in_slices(self.work, self.timeout + MAKING_MARGIN, self.alarm):
+        if not wait_in_slices(self.work, self.timeout + MAKING_MARGIN, self.abort_reason):
             raise OverdueError(
                 f"a collective of gloo was not done within `timeout` ({self.timeout.total_seconds():g} s): a rank is "
                 "late, or has issued another collective"
@@ -98,13 +99,13 @@ class Waiting:
             self.in_flight.pop(id(self.work), None)
 
 
-def wait_in_slices(work: BackendWork, limit: timedelta, alarm: Alarm) -> bool:
-    """Waits for a work of gloo, and calls the alarm once a second.
+def wait_in_slices(work: BackendWork, limit: timedelta, abort_reason: AbortReason) -> bool:
+    """Waits for a work of gloo, and asks once a second whether another rank has aborted.
 
     Args:
         work: Work of torch.
         limit: Longest time. A wait that gloo does not cut short (reduce_scatter's) ends by gloo's own time-out.
-        alarm: Returns the reason why another rank has aborted.
+        abort_reason: Returns the reason why another rank has aborted.
 
     Returns:
         True if the work is done, False if `limit` is over.
@@ -126,7 +127,7 @@ def wait_in_slices(work: BackendWork, limit: timedelta, alarm: Alarm) -> bool:
             if work.is_completed() or time.monotonic() - began < part / 2:
                 work.wait(timedelta(seconds=part))  # raises the failure, unless the work is done by now
                 return True
-            if reason := alarm():
+            if reason := abort_reason():
                 raise PeerError(reason) from None
             if time.monotonic() >= deadline:
                 return False
@@ -174,7 +175,7 @@ class Then:
         self._held = held
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Waits for the work, then runs what follows it, once."""
         self._work.wait()
         follow, self._follow = self._follow, None
         if follow is not None:

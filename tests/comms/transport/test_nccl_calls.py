@@ -316,7 +316,7 @@ def test_nobody_lets_go_before_all_are_through() -> None:
     leaving = threading.Thread(target=first.close, args=(30.0, meeting))
     leaving.start()
     until(lambda: store.check(["through"]))
-    time.sleep(3 * nccl.MEETING_SECONDS)
+    time.sleep(3 * nccl.FINISHED_POLL_SECONDS)
     assert backends[0].aborts == 0
     second.close(30.0, meeting)
     leaving.join(20)
