@@ -59,10 +59,10 @@ _models: WeakKeyDictionary[DistributedDataParallel, Automatic] = WeakKeyDictiona
 """DDP models of this process that have the automatic hook."""
 _replicated = False
 """True once a model of `replicate()` has had its first backward pass."""
-_said: set[str] = set()
+_logged: set[str] = set()
 """Texts that were logged already."""
-_looked = False
-"""True once an optimizer has stepped, and `_look_for_models` or `_explain_unused_variables` has looked."""
+_checked = False
+"""True once an optimizer has stepped, and `_check_for_models` or `_explain_unused_variables` has run."""
 _expects_hook = False
 """True once `expect_hook` was called."""
 _original = (
@@ -101,7 +101,7 @@ def install() -> None:
         hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         _replace(model, hooks[kind.name], model.process_group)
 
-    register_optimizer_step_pre_hook(_look_for_models)
+    register_optimizer_step_pre_hook(_check_for_models)
     at_first_sharded_backward(_add_replicated)
     for name, method in (("__init__", make), ("register_comm_hook", register_own), (REGISTER_BUILTIN, builtin)):
         setattr(DistributedDataParallel, name, method)
@@ -148,16 +148,16 @@ def _add(model: DistributedDataParallel) -> None:
 
     found = comm_hook_name(model)
     if found:
-        _say(f"a DistributedDataParallel came with a hook of its own, {found}: {AUTOMATIC} leaves it alone")
+        _log_once(f"a DistributedDataParallel came with a hook of its own, {found}: {AUTOMATIC} leaves it alone")
         return
     if (why := _why_not(model)) is not None:
-        _say(f"a DistributedDataParallel {why}: {AUTOMATIC} leaves it alone, and its gradients travel as without")
+        _log_once(f"a DistributedDataParallel {why}: {AUTOMATIC} leaves it alone, and its gradients travel as without")
         return
     automatic = Automatic(HookState(model, config=config))
     _original[1](model, automatic, automatic_hook)
     _models[model] = automatic
     finalize(model, _report, automatic)
-    _say(
+    _log_once(
         f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every DistributedDataParallel of this "
         f"process, {_how(config)}; a hook that the script registers replaces it"
     )
@@ -189,9 +189,9 @@ def _add_replicated(model: nn.Module) -> None:
     try:
         apply(model, config=config)
     except ValueError as error:  # on all ranks alike
-        _say(f"{AUTOMATIC} leaves a model of replicate() alone, and its gradients travel as without: {error}")
+        _log_once(f"{AUTOMATIC} leaves a model of replicate() alone, and its gradients travel as without: {error}")
         return
-    _say(
+    _log_once(
         f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every model of replicate() (FSDP2), "
         f"{_how(config)}; gradwire.fsdp.apply() takes its place if the script calls it before the first step"
     )
@@ -216,7 +216,7 @@ def _why_not(model: DistributedDataParallel) -> str | None:
     return None
 
 
-def _look_for_models(optimizer: Optimizer, args: object, named: object) -> None:
+def _check_for_models(optimizer: Optimizer, args: object, named: object) -> None:
     """Logs once, before the first step of any optimizer, that no model got the hook, as with FSDP.
 
     Args:
@@ -224,13 +224,13 @@ def _look_for_models(optimizer: Optimizer, args: object, named: object) -> None:
         args: Positional arguments of its step; not used.
         named: Keyword arguments of its step; not used.
     """
-    global _looked
-    if _looked:
+    global _checked
+    if _checked:
         return
-    _looked = True
-    if _models or _replicated or not dist.is_initialized() or dist.get_world_size() == 1 or _said:
+    _checked = True
+    if _models or _replicated or not dist.is_initialized() or dist.get_world_size() == 1 or _logged:
         return
-    _say(
+    _log_once(
         f"{AUTOMATIC} is set, and no DistributedDataParallel has been made before the first step of "
         f"{type(optimizer).__name__}: gradients travel as without it. FSDP2 takes "
         "`gradwire.fsdp.apply(model, ...)` after the last fully_shard; FSDP1 takes nothing of gradwire's"
@@ -245,13 +245,13 @@ def _explain_unused_variables(optimizer: Optimizer, args: object, named: object)
         args: Positional arguments of its step; not used.
         named: Keyword arguments of its step; not used.
     """
-    global _looked
-    if _looked or not dist.is_initialized():
+    global _checked
+    if _checked or not dist.is_initialized():
         return
-    _looked = True
+    _checked = True
     if (unused := unused_variables()) and ddp_models():
         are, they_have = ("is", "it has") if len(unused) == 1 else ("are", "they have")
-        _say(
+        _log_once(
             f"{', '.join(f'`{name}`' for name in unused)} {are} set, but no DistributedDataParallel has a hook of "
             f"gradwire's, so {they_have} no effect; write `gradwire.attach(model)` after the model is wrapped, or put "
             f"{AUTOMATIC}={unused.get('GRADWIRE_COMPRESSOR', 'none')} before the command"
@@ -264,11 +264,11 @@ def _replace(model: DistributedDataParallel, hook: Callable[..., FutureTensor], 
     rename_comm_hook(model, hook, state)
     automatic.own = hook, state
     automatic.state.unbind(model)
-    _say(f"a DistributedDataParallel has registered {hook.__qualname__}: it replaces the hook of {AUTOMATIC}")
+    _log_once(f"a DistributedDataParallel has registered {hook.__qualname__}: it replaces the hook of {AUTOMATIC}")
 
 
-def _say(text: str) -> None:
+def _log_once(text: str) -> None:
     """Logs each text once, and on rank 0 only."""
-    if text not in _said and dist.get_rank() == 0:
+    if text not in _logged and dist.get_rank() == 0:
         log.warning(text)
-    _said.add(text)
+    _logged.add(text)

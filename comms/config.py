@@ -124,7 +124,7 @@ class Reduction(OptionGroup):
     `allreduce_always_fp32`); inside nodes of CPUs they are summed in float32 anyway. `own` sums in their dtype."""
 
     sparse_as_dense: bool | str = "auto"
-    """Whether sparse gradients (`nn.Embedding(sparse=True)`) travel between nodes as dense tensors; `auto` where that
+    """Whether sparse gradients (`nn.Embedding(sparse=True)`) are sent between nodes as dense tensors; `auto` where that
     takes fewer bytes."""
 
     def __post_init__(self) -> None:

@@ -111,7 +111,7 @@ class Fusion:
         if self._sizes:
             self._next = plan
         else:
-            self._take_up(plan)
+            self._use(plan)
 
     def add(self, bucket: Bucket) -> list[AllReduce]:
         """Adds a bucket; nothing is copied or changed before an all-reduce starts.
@@ -127,7 +127,7 @@ class Fusion:
         if not self._waiting and plan.ends_all_reduce(self._sizes, nbytes):
             # The usual case: the bucket is reduced alone.
             return self._pieces(bucket)
-        parted = self._waiting and not plan.delayed and not _alike(self._waiting[0], bucket)
+        parted = self._waiting and not plan.delayed and not _joinable(self._waiting[0], bucket)
         launches = self._join() if parted else []
         ends = plan.ends_all_reduce(self._sizes, nbytes + sum(each.flat.nbytes for each in self._waiting))
         if ends and not self._waiting:
@@ -149,10 +149,10 @@ class Fusion:
         self.last_sizes = tuple(self._sizes)
         self._sizes.clear()
         if self._next is not None:
-            self._take_up(self._next)
+            self._use(self._next)
         return launches
 
-    def _take_up(self, plan: FusionPlan) -> None:
+    def _use(self, plan: FusionPlan) -> None:
         """Uses a plan from now on; no bucket is waiting."""
         self._plan, self._next = plan, None
         # All-reduces in flight return their buffers to the old pool, which is freed with them.
@@ -162,7 +162,7 @@ class Fusion:
         """Returns all-reduces of the waiting buckets, one for each dtype and device, and clears them."""
         groups: list[list[Bucket]] = []
         for bucket in self._waiting:
-            group = next((group for group in groups if _alike(group[0], bucket)), None)
+            group = next((group for group in groups if _joinable(group[0], bucket)), None)
             if group is None:
                 groups.append([bucket])
             else:
@@ -191,7 +191,7 @@ class Fusion:
         return AllReduce([bucket.flat for bucket in group], layout, group, self._pool)
 
 
-def _alike(first: Bucket, other: Bucket) -> bool:
+def _joinable(first: Bucket, other: Bucket) -> bool:
     """Returns whether two buckets may be all-reduced as one: equal dtype and device, and both or neither a layout."""
     same = first.flat.dtype == other.flat.dtype and first.flat.device == other.flat.device
     return same and (first.layout is None) == (other.layout is None)

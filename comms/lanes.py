@@ -82,8 +82,8 @@ class Lanes:
 
     def __init__(self) -> None:
         self._queues: defaultdict[Lane, _StageQueue] = defaultdict(_StageQueue)
-        self._under_way: dict[LaneJob, None] = {}
-        self._lock = threading.Lock()  # Guards _queues, _under_way and _closed, and `expected` of each queue.
+        self._in_flight: dict[LaneJob, None] = {}
+        self._lock = threading.Lock()  # Guards _queues, _in_flight and _closed, and `expected` of each queue.
         self._closed = False
 
     def submit(self, job: LaneJob) -> None:
@@ -102,7 +102,7 @@ class Lanes:
                 raise RuntimeError("gradwire is closed: its process group has been destroyed")
             for lane in job.visits:
                 self._queues[lane].expected.append(job)
-            self._under_way[job] = None
+            self._in_flight[job] = None
             self._queues[job.lane].arrivals.put(job)
 
     def serve(self, lane: Lane) -> Iterator[LaneJob]:
@@ -142,10 +142,10 @@ class Lanes:
             self._closed = True
             self._close_if_drained()
 
-    def under_way(self) -> list[LaneJob]:
+    def in_flight(self) -> list[LaneJob]:
         """Returns the jobs in flight, in the order of submission."""
         with self._lock:
-            return list(self._under_way)
+            return list(self._in_flight)
 
     def _end(self, job: LaneJob) -> None:
         """Removes a job that has ended from all queues, so that the jobs behind it can pass."""
@@ -155,13 +155,13 @@ class Lanes:
                 if job in waiting.expected:
                     waiting.expected.remove(job)
                     waiting.arrivals.put(_Signal.LOOK_AGAIN)
-            del self._under_way[job]
+            del self._in_flight[job]
             if self._closed:
                 self._close_if_drained()
 
     def _close_if_drained(self) -> None:
         """Ends every `serve` if no job is in flight; the caller holds the lock."""
-        if not self._under_way:
+        if not self._in_flight:
             for waiting in self._queues.values():
                 waiting.arrivals.put(_Signal.CLOSE)
 

@@ -332,7 +332,7 @@ class GradientSession(AveragingSession):
 
         # Take over what earlier ranks have learned, or measure links; then connect.
         if previous is not None and not joined:
-            self._go_on(previous)
+            self._take_over_rates(previous)
         if previous is not None or joined:
             self._move_state()
         else:
@@ -393,7 +393,7 @@ class GradientSession(AveragingSession):
             )
         super().load_state_dict(own)
 
-    def _go_on(self, previous: "GradientSession") -> None:
+    def _take_over_rates(self, previous: "GradientSession") -> None:
         """Takes over the measured link rates of the session before the ranks changed, if its levels were as many."""
         rank_plans, before = self.communicator.rank_plans, previous.communicator.rank_plans
         if before.links.decided and before.cluster.depth == rank_plans.cluster.depth:

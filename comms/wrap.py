@@ -11,7 +11,7 @@ BASE_BUCKET_MB = 2.0
 microseconds)."""
 
 FUSION_MB = 25.0
-"""MiB of buckets that travel together by default: the size of DDP's own buckets."""
+"""MiB of buckets that are reduced together by default: the size of DDP's own buckets."""
 
 
 def wrap(
@@ -41,7 +41,7 @@ def wrap(
         raise ValueError(f"`base_bucket_mb` is {base_bucket_mb}; wanted a positive number of MiB")
     if ddp_options and "bucket_cap_mb" in ddp_options:
         raise ValueError(
-            "`ddp_options` has `bucket_cap_mb`; wanted it as `base_bucket_mb`, and `fusion` for what travels together"
+            "`ddp_options` has `bucket_cap_mb`; wanted it as `base_bucket_mb`, and `fusion` for all-reduces"
         )
     if config is None:
         fusion = options.get("fusion", Config.from_env().fusion)

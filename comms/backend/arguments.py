@@ -100,7 +100,7 @@ def check(name: str, size: int, arguments: Sequence[object], named: Mapping[str,
     # Check dtypes: by the reduce op, or that they are equal where gloo cannot see them.
     if reduces(name):
         _check_op(title, _op_in([*arguments, *named.values()]), tensors, premultiplies=name != "reduce" and size > 1)
-    elif {each.dtype for each in tensors} - GLOO_DTYPES:  # travel as bytes, so gloo cannot compare them
+    elif {each.dtype for each in tensors} - GLOO_DTYPES:  # sent as bytes, so gloo cannot compare them
         _check_one_dtype(title, tensors)
     # Check the memory of the outputs, then the sizes.
     for tensor in () if name in IN_PLACE else written:

@@ -63,7 +63,7 @@ class NodeCollectives:
         self._name = name
         self._group: ShmGroup | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._under_way: _Call | None = None
+        self._in_flight: _Call | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failed: BaseException | None = None
@@ -177,7 +177,7 @@ class NodeCollectives:
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout=5.0)
                 if self._thread.is_alive():  # it waits for a rank that does not come
-                    self.abort(f"rank {self._rank} has closed the process group while a collective was under way")
+                    self.abort(f"rank {self._rank} has closed the process group while a collective was in flight")
                     self._thread.join(timeout=1.0)
         if self._group is not None:
             self._group.close()
@@ -219,7 +219,7 @@ class NodeCollectives:
                 without="collectives inside the node fail on this rank",
                 on_failure=self._fail,
                 end=partial(self._calls.put, None),
-                give_up=partial(self.abort, f"the process of rank {self._rank} ends while a collective is under way"),
+                give_up=partial(self.abort, f"the process of rank {self._rank} ends while a collective is in flight"),
             )
             self._thread.start()
         self._calls.put(call)
@@ -230,9 +230,9 @@ class NodeCollectives:
     def _serve(self) -> None:
         """Runs the queued collectives in their order, until `close`; this is the thread."""
         while (call := self._calls.get()) is not None:
-            self._under_way = call
+            self._in_flight = call
             self._run(call)
-            self._under_way = None
+            self._in_flight = None
             del call  # it holds tensors
 
     def _run(self, call: "_Call") -> None:
@@ -252,9 +252,9 @@ class NodeCollectives:
     def _fail(self, error: BaseException) -> None:
         """Completes all queued calls with the error that has ended the thread, and aborts the waits of other ranks."""
         self._failed = error
-        if (call := self._under_way) is not None and not call.done.done():
+        if (call := self._in_flight) is not None and not call.done.done():
             call.done.set_result(error)
-        self._under_way = None
+        self._in_flight = None
         self._drain(error)
         self.abort(f"rank {self._rank} has given up collectives of its node: {error!r}")
 

@@ -158,10 +158,10 @@ class GradwireGroup(DelegatingGroup):
         return "gradwire"
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Returns those of the given ranks whose process has ended or has left this group; takes some seconds.
+        """Returns those of the given ranks whose process has exited or has left this group; takes some seconds.
 
         Args:
-            ranks: Ranks of this group to look at.
+            ranks: Ranks of this group to check.
 
         Returns:
             The ranks that are known to have ended; empty also if that cannot be found out, or if this rank is alone.
@@ -205,7 +205,7 @@ class GradwireGroup(DelegatingGroup):
                     exact = self._exact(BROADCAST, tensor.nbytes, options.rootRank)
                     return None if exact is None else exact.broadcast(tensor, options.rootRank)
             case "allgather", [[list() as outputs], [Tensor() as source], AllgatherOptions()]:
-                if _is_local(source, *outputs) and self._is_alike(source, outputs):
+                if _is_local(source, *outputs) and self._matches(source, outputs):
                     exact = self._exact(ALL_GATHER, source.nbytes * self.size())
                     return None if exact is None else exact.all_gather_list(outputs, source)
             case "_allgather_base", [Tensor() as output, Tensor() as source, AllgatherOptions()]:
@@ -363,7 +363,7 @@ class GradwireGroup(DelegatingGroup):
             return (None if self.inner_launches.coalescing else self._collectives), scale
         return self._exact(REDUCE_SCATTER, nbytes), scale
 
-    def _is_alike(self, source: Tensor, outputs: list[Tensor]) -> bool:
+    def _matches(self, source: Tensor, outputs: list[Tensor]) -> bool:
         """Returns whether there is one output for each rank, with the shape and dtype of the source."""
         return len(outputs) == self.size() and all(
             output.shape == source.shape and output.dtype == source.dtype for output in outputs

@@ -55,12 +55,12 @@ def _register_rendezvous() -> None:
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     try:
-        register_rendezvous_handler(SCHEME, _meet_by_mpi)  # type: ignore[no-untyped-call]  # torch has no types there
+        register_rendezvous_handler(SCHEME, _rendezvous_by_mpi)  # type: ignore[no-untyped-call]  # torch has no types there
     except RuntimeError as error:  # another package's, which is there first: `import torch` must not fail for it
         log.info("`%s://` stays as it is: %s", SCHEME, error)
 
 
-def _meet_by_mpi(url: str, **options: Any) -> "Iterator[tuple[TCPStore, int, int]]":
+def _rendezvous_by_mpi(url: str, **options: Any) -> "Iterator[tuple[TCPStore, int, int]]":
     """Calls `mpi_launch.rendezvous`, the handler of `mpi://`, with torch's arguments."""
     # Imported here, so that mpi4py is loaded only in programs that use `mpi://`.
     from gradwire.comms.bootstrap.mpi_launch import rendezvous

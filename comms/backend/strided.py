@@ -2,7 +2,7 @@
 
 ProcessGroupGloo of torch 2.13 reads and writes `numel` elements from a tensor's first one on, whatever its strides:
 gaps are summed and sent too, and wrong elements are added up where strides differ between ranks. So a strided tensor
-travels as a contiguous copy. Whether one is made concerns this rank alone: what goes over the wire is the same.
+is sent as a contiguous copy. Whether one is made concerns this rank alone: what goes over the wire is the same.
 
 Tensors that are only moved, not added, may have any dtype: one that gloo does not know is sent as bytes.
 """

@@ -39,7 +39,7 @@ class Deadline:
             self._marks.append((time.monotonic(), has_passed))
 
     @property
-    def is_under_way(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether some of the work has not completed yet."""
         with self._lock:
             self._drop_passed()

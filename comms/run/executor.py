@@ -203,7 +203,7 @@ class Executor(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Issues the all-gathers that `start` has held back; all ranks call it at the same point of the sequence.
+        """Issues the all-gathers that `start` has deferred; all ranks call it at the same point of the sequence.
 
         Raises:
             CollectiveError: On CUDA: an all-reduce has failed, or another rank has exited.

@@ -1,4 +1,4 @@
-"""Handling of the first failure on a rank: everything is aborted, and the other ranks are asked what they saw."""
+"""Handles the first failure on a rank: aborts everything, and makes a diagnosis from the reports of all ranks."""
 
 import logging
 import threading
@@ -22,8 +22,8 @@ class FailureHandler:
         device_state: On CUDA, returns the number of all-reduces started and whether the device waits for other ranks.
 
     Attributes:
-        error: The first failure: a diagnosis, or what `give_up` was given; None as long as nothing has failed.
-        notify: Called once with the diagnosis, for ranks that wait for this one outside of the groups.
+        error: The first failure: a diagnosis, or what `leave` was given; None as long as nothing has failed.
+        notify: Called once with the diagnosis, to abort groups of other ranks that wait for this one.
         wake: Called before the other ranks are asked, to end waits for this rank that `groups` knows nothing of.
     """
 
@@ -35,7 +35,7 @@ class FailureHandler:
         device_state: Callable[[], tuple[int, bool]] = lambda: (0, True),
     ) -> None:
         self.error: CollectiveError | None = None
-        # An atomic call decides which failure is first: a finalizer that the garbage collector runs may give up, too.
+        # An atomic call decides which failure is first: the garbage collector may run a finalizer that calls `leave`.
         self._first: dict[str, CollectiveError] = {}
         self.notify: Callable[[CollectiveError], object] = lambda error: None
         self.wake: Callable[[], object] = lambda: None
@@ -68,7 +68,7 @@ class FailureHandler:
         self.notify(found)
         return found
 
-    def give_up(self, error: CollectiveError) -> None:
+    def leave(self, error: CollectiveError) -> None:
         """Aborts everything without a diagnosis because this rank leaves; ends the waits of other ranks for it.
 
         Args:
@@ -90,9 +90,10 @@ class FailureHandler:
             self.error.__traceback__ = self.error.__context__ = None
 
     def _diagnose(self, where: str, members: Sequence[int], error: BaseException) -> CollectiveError:
+        """Aborts the groups, collects the reports of the other ranks, and returns the error to raise."""
         try:
             launches, waiting = self._device_state()
-            self._groups.abort(f"rank {self._reporter.rank} gave up in {where}: {error}")
+            self._groups.abort(f"rank {self._reporter.rank} aborted in {where}: {error}")
             self.wake()
             return self._reporter.diagnose(error, where, members, launches=launches, waiting=waiting)
         except Exception as second:  # noqa: BLE001 - the first failure must be reported in any case

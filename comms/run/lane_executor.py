@@ -150,8 +150,8 @@ class LaneExecutor(Executor):
         if threading.current_thread() in list(self._threads.values()):
             return True
         self._join(CLOSING_SECONDS if seconds is None else seconds)
-        if self._lanes.under_way():
-            self._give_up_all(f"gradwire was closed on rank {self._rank}")
+        if self._lanes.in_flight():
+            self._abort_all(f"gradwire was closed on rank {self._rank}")
             self._join(GIVING_UP_SECONDS)
         self.failures.forget_frames()
         return True
@@ -162,17 +162,17 @@ class LaneExecutor(Executor):
         for thread in list(self._threads.values()):  # others may be opened meanwhile
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _give_up_all(self, why: str) -> None:
+    def _abort_all(self, why: str) -> None:
         """Completes the futures of all all-reduces in flight with an error, and wakes the lanes that wait.
 
         Args:
             why: Reason, as a clause that names this rank.
         """
         self._lanes.close()
-        jobs = self._lanes.under_way()
+        jobs = self._lanes.in_flight()
         if not jobs:
             return
-        self.failures.give_up(CollectiveError(f"{why} while an all-reduce was under way", ()))
+        self.failures.leave(CollectiveError(f"{why} while an all-reduce was in flight", ()))
         assert self.failures.error is not None
         for job in jobs:
             assert isinstance(job, _ChunkJob)
@@ -197,11 +197,11 @@ class LaneExecutor(Executor):
                 partial(self._serve, lane),
                 without="all-reduces fail on this rank",
                 # Jobs behind it would wait for this lane for ever.
-                on_failure=lambda error: self._give_up_all(
+                on_failure=lambda error: self._abort_all(
                     f"the thread of a lane has failed on rank {self._rank} ({type(error).__name__}: {error})"
                 ),
                 end=self._lanes.close,
-                give_up=partial(self._give_up_all, f"the process of rank {self._rank} ends"),
+                give_up=partial(self._abort_all, f"the process of rank {self._rank} ends"),
             )
             with self._lock:
                 is_first = self._threads.setdefault(lane, thread) is thread
@@ -268,7 +268,7 @@ class LaneExecutor(Executor):
 
     def oldest(self) -> WaitingAllReduce | None:
         """Returns the position of the oldest all-reduce in flight; None if there is none. See `Executor.oldest`."""
-        for job in self._lanes.under_way():
+        for job in self._lanes.in_flight():
             assert isinstance(job, _ChunkJob)
             run = job.run
             if run is not None and isinstance(run.began, float):

@@ -219,7 +219,7 @@ class StreamExecutor(Executor):
         return bucket.future is not None
 
     def _issue_rest(self, held: _HeldChunk) -> None:
-        """Issues the all-gathers of a chunk that was held back, and ends the all-reduce after its last chunk."""
+        """Issues the all-gathers of a chunk that was deferred, and ends the all-reduce after its last chunk."""
         run = held.run
         with self._streams.of(held.number):
             _advance(held.steps, len(run.rank_plan.plan.phases) + 1)
@@ -263,7 +263,7 @@ class StreamExecutor(Executor):
                 pass
 
     def release(self) -> None:
-        """Issues the all-gathers that `start` has held back; see `Executor.release`."""
+        """Issues the all-gathers that `start` has deferred; see `Executor.release`."""
         if self._closed and self._held is None and self.failures.error is None:
             return
         self._raise_failure()
@@ -313,10 +313,10 @@ class StreamExecutor(Executor):
         until = math.inf if seconds is None else time.monotonic() + seconds
         while not self._interrupted and self._device_is_busy and not self._is_overdue and time.monotonic() < until:
             time.sleep(CLOSING_POLL_SECONDS)
-        if self.is_under_way:
+        if self.is_in_flight:
             self._streams.verdict.give_up()  # The averages of what an abort ends are undefined.
         self.failures.forget_frames()
-        return not (self.aborted or self.is_under_way)
+        return not (self.aborted or self.is_in_flight)
 
     @property
     def has_ended(self) -> bool:
@@ -324,14 +324,14 @@ class StreamExecutor(Executor):
         return True
 
     @property
-    def is_under_way(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether the device has not finished everything started, or never will."""
         return self._interrupted or self._held is not None or self._device_is_busy
 
     @property
     def _device_is_busy(self) -> bool:
         direct = self._direct is not None and not IssuedWork(self._direct, lambda: self._interrupted).query()
-        return direct or (self.deadline is not None and self.deadline.is_under_way)
+        return direct or (self.deadline is not None and self.deadline.is_in_flight)
 
     @property
     def _is_overdue(self) -> bool:

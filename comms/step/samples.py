@@ -58,7 +58,7 @@ class SampleWeights(StepListener):
         """Returns the all-reduces that may start now, in order, with their gradients scaled by this rank's weight.
 
         Args:
-            launches: All-reduces to start after those that are held back; their parts are scaled in place.
+            launches: All-reduces to start after those that are deferred; their parts are scaled in place.
             wait: Whether the host waits for the weights of the step.
 
         Returns:

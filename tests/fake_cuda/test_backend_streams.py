@@ -115,12 +115,12 @@ def test_a_sum_that_goes_directly_is_watched_and_not_complete_while_the_gpu_is_b
             backend.all_reduce([torch.ones(1000, device=device)], 1.0).wait()
         torch.cuda.synchronize()
         (executor,) = (each.executor for each in backend._communicators.values() if each.device.type == "cuda")
-        idle = not executor.deadline.is_under_way
+        idle = not executor.deadline.is_in_flight
         work = backend.all_reduce([torch.ones(1000, device=device)], 1.0)
-        found = [idle, executor.deadline.is_under_way, work.is_completed()]
+        found = [idle, executor.deadline.is_in_flight, work.is_completed()]
         work.wait()
         torch.cuda.synchronize()
-        found += [executor.deadline.is_under_way, work.is_completed()]
+        found += [executor.deadline.is_in_flight, work.is_completed()]
         backend.close()
         return found
 

@@ -123,7 +123,7 @@ COLLECTIVES = (
     Mutation(
         "a failure aborts no communicator",
         _FAILURES,
-        '            self._groups.abort(f"rank {self._reporter.rank} gave up in {where}: {error}")\n',
+        '            self._groups.abort(f"rank {self._reporter.rank} aborted in {where}: {error}")\n',
         "",
         "The device waits for a lost rank for ever.",
         (_LOST,),

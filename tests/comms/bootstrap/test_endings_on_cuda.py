@@ -339,7 +339,7 @@ def test_a_planned_sum_that_goes_directly_is_done_when_the_device_is(monkeypatch
         work = planned.all_reduce([tensor], 1.0)
         if rank == 0:
             assert not work.is_completed()
-            assert executor.is_under_way, "or nobody would notice that the other rank does not come"
+            assert executor.is_in_flight, "or nobody would notice that the other rank does not come"
             late.set()
         until(work.is_completed)
         work.wait_on_host()

@@ -246,7 +246,7 @@ def test_the_oldest_event_that_has_not_passed_decides(monkeypatch: pytest.Monkey
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     deadline, first, second = Deadline(timedelta(seconds=5)), Event(), Event()
-    assert not deadline.is_under_way
+    assert not deadline.is_in_flight
     deadline.watch(first.query)
     now = 4.0
     deadline.watch(second.query)
@@ -256,9 +256,9 @@ def test_the_oldest_event_that_has_not_passed_decides(monkeypatch: pytest.Monkey
     assert deadline.overdue() == PeerFailure(reason, OVERDUE)
     first.passed = True
     assert deadline.overdue() is None
-    assert deadline.is_under_way
+    assert deadline.is_in_flight
     second.passed = True
-    assert not deadline.is_under_way
+    assert not deadline.is_in_flight
 
 
 def test_the_device_is_asked_only_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:

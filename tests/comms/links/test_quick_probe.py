@@ -262,7 +262,7 @@ def test_a_rank_that_fails_in_the_look_is_named_by_all(monkeypatch: pytest.Monke
     assert time.monotonic() - began < long.total_seconds() / 4
     assert "the measurement of the links (exchanging with node 2) failed" in found[failing]
     others = found[:failing] + found[failing + 1 :]
-    assert all(re.search(f"rank {failing} (saw|gave up in) the measurement of the links", text) for text in others), (
+    assert all(re.search(f"rank {failing} (saw|aborted in) the measurement of the links", text) for text in others), (
         others
     )
     assert all("nothing left" in text for text in found)

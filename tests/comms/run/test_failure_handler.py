@@ -40,7 +40,7 @@ def test_who_leaves_during_a_diagnosis_does_not_wait_and_has_the_last_word(gives
     assert reporter.asked.wait(20)
     assert handler.error is None
     if gives_up:
-        handler.give_up(CollectiveError("left", ()))
+        handler.leave(CollectiveError("left", ()))
         assert str(handler.error) == "left"
     reporter.answers.set()
     thread.join(20)
