@@ -167,7 +167,7 @@ def load_own(state: HookState, place: str, load: Callable[[str], dict[str, objec
     if saved is not None:
         state.load_state_dict(saved)
     elif state.config.compressor not in (None, "none"):
-        log.warning("%s holds no state of gradwire's hook: a compressor starts anew", place.rstrip("./"))
+        log.warning("%s holds no state of gradwire's hook: a compressor starts without residuals", place.rstrip("./"))
 
 
 def require(package: str, oldest: tuple[int, int], newest: tuple[int, int], instead: str) -> None:

@@ -148,10 +148,10 @@ def _add(model: DistributedDataParallel) -> None:
 
     found = comm_hook_name(model)
     if found:
-        _log_once(f"a DistributedDataParallel came with a hook of its own, {found}: {AUTOMATIC} leaves it alone")
+        _log_once(f"a DistributedDataParallel has a hook already, {found}: {AUTOMATIC} does not change it")
         return
     if (why := _why_not(model)) is not None:
-        _log_once(f"a DistributedDataParallel {why}: {AUTOMATIC} leaves it alone, and its gradients travel as without")
+        _log_once(f"a DistributedDataParallel {why}: {AUTOMATIC} does not apply, and torch reduces its gradients")
         return
     automatic = Automatic(HookState(model, config=config))
     _original[1](model, automatic, automatic_hook)
@@ -189,7 +189,7 @@ def _add_replicated(model: nn.Module) -> None:
     try:
         apply(model, config=config)
     except ValueError as error:  # on all ranks alike
-        _log_once(f"{AUTOMATIC} leaves a model of replicate() alone, and its gradients travel as without: {error}")
+        _log_once(f"{AUTOMATIC} does not apply to a model of replicate(), and torch reduces its gradients: {error}")
         return
     _log_once(
         f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every model of replicate() (FSDP2), "
@@ -232,7 +232,7 @@ def _check_for_models(optimizer: Optimizer, args: object, named: object) -> None
         return
     _log_once(
         f"{AUTOMATIC} is set, and no DistributedDataParallel has been made before the first step of "
-        f"{type(optimizer).__name__}: gradients travel as without it. FSDP2 takes "
+        f"{type(optimizer).__name__}: torch reduces the gradients. FSDP2 takes "
         "`gradwire.fsdp.apply(model, ...)` after the last fully_shard; FSDP1 takes nothing of gradwire's"
     )
 

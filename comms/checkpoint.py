@@ -70,7 +70,7 @@ OWNERS = {
     OUTER: "gradwire.Outer",
     "": "a DistributedDataParallel model (HookState)",
 }
-"""Prefix of keys that only one kind of state has -> the kind, in words; the empty prefix stands for all others."""
+"""Prefix of keys that only one kind of state has -> the kind, as a phrase; the empty prefix matches all others."""
 
 NOT_OURS = "`state` has no entries of gradwire's hook: wanted what HookState.state_dict() returned"
 EMPTY = (
@@ -331,7 +331,9 @@ def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
                 "ranks that saved it"
             )
         # The residuals are in the weights; momenta and factors of other shards build up again.
-        log.info("a flushed state of %s ranks in a job of %d: the compressor starts anew", job["size"], size)
+        log.info(
+            "a flushed state of %s ranks in a job of %d: the compressor starts without residuals", job["size"], size
+        )
         return None
     if rank_key(rank) not in saved:
         ranks = ", ".join(sorted(key.removeprefix(PREFIX + "rank") for key in saved if key != JOB))

@@ -292,7 +292,7 @@ class Communicator:
                 wanted |= groups_of(self.cluster, self.config.plan_name)
             # A rank may send all rows of a sparse gradient to each other one.
             self._groups.connect(wanted, max(nbytes, sparse_nbytes * self.size))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
             executor.interrupt(error.with_traceback(None))
             failed = f"{error}"
             if self.device.type != "cuda":  # lanes have nothing to interrupt, so the other ranks do not know of it yet

@@ -12,7 +12,7 @@ from gradwire.topology.cluster import LEVEL_NAMES
 from gradwire.topology.wording import duration
 
 COMPUTES_LATE, SLOW_LINK = "computes late", "slow link"
-"""Causes of a wait: the gradients of a rank arrive late, or they arrive in time and travel slowly."""
+"""Causes of a wait: the gradients of a rank arrive late, or they arrive in time and are sent slowly."""
 
 
 @dataclass(frozen=True, slots=True)

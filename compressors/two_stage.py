@@ -1,9 +1,9 @@
 """The two-stage all-reduce of payloads that cannot be summed, and the compressor that it makes of any codec.
 
-All-to-all, decode and sum, all-gather: each rank owns one part of the shard. It receives everybody's payload of that
+All-to-all, decode and sum, all-gather: each rank owns one part of the shard. It receives all ranks' payloads of that
 part, sums the decoded payloads in float32, encodes the sum once more and sends it to all. With W ranks a rank sends
 2 (W - 1) / W of one payload, as the ring does; gathering all payloads on all ranks would send W - 1 of them.
-Owners decode their own reduced payload like everybody else, so that all ranks end with the same bits.
+Owners decode their own reduced payload as all other ranks do, so that all ranks end with the same bits.
 Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
 """
 
@@ -43,8 +43,8 @@ SHARD_ALIGN = 1024
 class Parts:
     """Division of a shard of `numel` elements into pieces, of which each of `size` owners owns a run.
 
-    With equal parts each owner has one piece. With `shares` there are sum(shares) pieces or fewer, whoever owns them:
-    so neither a payload nor a sum depends on who owns which piece.
+    With equal parts each owner has one piece. With `shares` there are sum(shares) pieces or fewer, independent of their
+    owners: so neither a payload nor a sum depends on which rank owns which piece.
     """
 
     numel: int

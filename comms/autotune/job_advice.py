@@ -200,7 +200,7 @@ def prices(nodes: int, library: str, memory_bytes_per_second: float) -> tuple[Co
 
     Args:
         nodes: Number of ranks that exchange a shard, one on each node.
-        library: Name of the communication library; `nccl` stands for gradients on GPUs, any other for CPUs.
+        library: Name of the communication library; `nccl` for gradients on GPUs, any other for CPUs.
         memory_bytes_per_second: Memory rate of the GPU, by which codecs are computed; not used on CPUs.
     """
     layout = square_layout(SAMPLE_NBYTES, side=256)

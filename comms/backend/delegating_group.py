@@ -29,7 +29,7 @@ from gradwire.comms.transport.works import WAIT_MARGIN, Waiting
 
 MESSAGES = ("send", "recv", "recv_anysource")
 """Point-to-point methods, whose waits are not cut into slices: gloo closes all connections of the group after a wait
-that times out. Such a wait ends when its connection does, and a rank that hears of a failure shuts its connections
+that times out. Such a wait ends when its connection does, and a rank that learns of a failure shuts its connections
 down."""
 
 
@@ -121,8 +121,8 @@ def _delegate(
         issued = cast(BackendWork, work)
         if name in MESSAGES:
             limit = communicator.config.timeout if seconds is None else timedelta(seconds=seconds)
-            message, everybody = Waiting(issued, None, limit), range(group.size())
-            communicator.run_collective(name, lambda: message, everybody, refusable=True)
+            message, members = Waiting(issued, None, limit), range(group.size())
+            communicator.run_collective(name, lambda: message, members, refusable=True)
         else:
             communicator.run_collective(name, lambda: issued, seconds=seconds, refusable=True)
 

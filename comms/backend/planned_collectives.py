@@ -193,7 +193,7 @@ class PlannedCollectives:
         cluster, numel = self._communicator.cluster, output.numel()
         plan, _ = self._plan(REDUCE_SCATTER, numel, flat.element_size(), 0)
         if scale != 1.0 and len(cluster.ranks(cluster.unit(self._rank, 0))) == 1:
-            with torch.inference_mode(False):  # nobody shares memory with this rank: no pass to scale in
+            with torch.inference_mode(False):  # no rank shares memory with this one: there is no pass to scale in
                 flat, scale, keep = flat * scale, 1.0, False
         with torch.inference_mode(False):
             runs = [flat[start:stop] for start, stop in plan.own_runs(self._rank)] if keep else []

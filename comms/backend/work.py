@@ -113,7 +113,7 @@ class FutureWork(dist.Work):
 
 
 class WatchedWork(dist.Work):
-    """Wraps the work of a collective of torch's own on a CPU, so that its `wait` hears of failures elsewhere.
+    """Wraps the work of torch's own collective on a CPU, so that `wait` also ends when another rank reports a failure.
 
     Torch's own work notices only failures of its connections.
 

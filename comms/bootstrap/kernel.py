@@ -216,7 +216,7 @@ def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
         try:
             socket.create_connection((address, port), seconds).close()
         except OSError as error:
-            log.debug("nobody answers at %s, port %d: %s", address, port, error)
+            log.debug("no answer from %s, port %d: %s", address, port, error)
             if isinstance(error, ConnectionRefusedError):
                 found = REFUSED
             continue

@@ -421,7 +421,7 @@ class LivenessRing:
         except PeerError:
             raise
         except RuntimeError as error:
-            log.debug("the store cannot say whether rank %d has left in order: %s", rank, error)
+            log.debug("whether rank %d has shut down in order cannot be read from the store: %s", rank, error)
         raise failure_error(ended.format(rank), HAS_ENDED, rank)
 
     def _forward(self, error: Exception) -> None:

@@ -486,7 +486,7 @@ class Dialer:
             if self._records.has_left(neighbour.rank):
                 return
         except RuntimeError as error:
-            log.debug("the store cannot say whether rank %d has left in order: %s", neighbour.rank, error)
+            log.debug("whether rank %d has shut down in order cannot be read from the store: %s", neighbour.rank, error)
             return
         # It joined after the last check, and exited before it was reached.
         if has_ended:
@@ -530,7 +530,7 @@ class Dialer:
             address, token = self._records.address_of(neighbour.rank)
         except (RuntimeError, MessageError) as error:
             # The store's process has exited, or the neighbour's failure will show to its other neighbour.
-            log.debug("the store cannot say where rank %d is: %s", neighbour.rank, error)
+            log.debug("the address of rank %d cannot be read from the store: %s", neighbour.rank, error)
             neighbour.reached, neighbour.addresses = True, deque()
             return False
         neighbour.addresses = deque((each, address.port, token) for each in address.to_try())

@@ -283,10 +283,10 @@ class Requests:
             try:
                 self._poll_store()
             except RuntimeError as error:
-                log.debug("the store cannot say who wants to join: %s", error)
+                log.debug("requests to join cannot be read from the store: %s", error)
 
     def _poll_store(self) -> None:
-        """Polls the store once for new requests and for heartbeats, and refuses requests that have fallen silent."""
+        """Polls the store once for new requests and for heartbeats, and refuses requests without a recent heartbeat."""
         count = self._store.add("join/count", 0)
         with self._lock:
             # Invariant: at most `MOST_OPEN` requests are open, whatever the counter says; the others wait their turn.

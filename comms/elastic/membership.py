@@ -214,7 +214,9 @@ class Membership:
         try:
             first = PeerFailure.unpacked(self._store.read(f"{view.generation}/abort")).reported_by
         except RuntimeError as error:
-            log.debug("the store cannot say who has ended generation %d: %s", view.generation, error)
+            log.debug(
+                "the reporter of the failure of generation %d cannot be read from the store: %s", view.generation, error
+            )
             return True
         return first == view.rank
 
@@ -289,7 +291,7 @@ class Membership:
             key = f"note/{name}"
             return self._store.read(key).decode() if self._store.check([key]) else None
         except RuntimeError as error:
-            log.debug("the store cannot say what %s has left: %s", name, error)
+            log.debug("the note of %s cannot be read from the store: %s", name, error)
             return None
 
     def close(self, *, orderly: bool = True) -> None:

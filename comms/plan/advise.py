@@ -297,7 +297,7 @@ def warning_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str
         library: Library that runs a flat plan: `nccl` if gradients are on GPUs, else `gloo`. Not used.
     """
     if compressor not in CODEC_FACTS:
-        return f"nobody here has trained with {compressor}: see where a training ends before you rely on it"
+        return f"no training with {compressor} was measured here: compare the final loss before you rely on it"
     asked = TRIED_OPTIMIZERS if optimizer == ANY_OPTIMIZER else (optimizer,)
     reason = next(filter(None, (_warning(compressor, each) for each in asked)), "")
     if reason and optimizer == ANY_OPTIMIZER:
@@ -313,7 +313,7 @@ def _warning(compressor: str, optimizer: str) -> str:
         return f"{compressor} {cost}"
     trained = CODEC_FACTS[compressor].trained
     untrained = [OPTIMIZER_NAMES[each] for each in _tried_like(optimizer) if each not in trained]
-    return f"nobody has trained with {compressor} under {' or '.join(untrained)}" if untrained else ""
+    return f"no training with {compressor} was measured under {' or '.join(untrained)}" if untrained else ""
 
 
 def _tried_like(optimizer: str) -> tuple[str, ...]:
@@ -384,7 +384,7 @@ def distortion_of(compressor: str) -> int:
 
 def _why_exact(exact: Candidate, flat: Candidate, rival: Candidate, workload: Workload, cluster: Cluster) -> str:
     if not exact.plan.phases:
-        return "Do not compress: there is one rank, so nothing travels."
+        return "Do not compress: there is one rank, so nothing is sent."
     text = f"Do not compress: {_spent(exact, workload)}"
     if rival.compressor != "none":
         saved = exact.step_seconds - rival.step_seconds

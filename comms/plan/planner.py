@@ -136,7 +136,7 @@ def plan_all_reduce(
     # Keep the flat plan if there is no hierarchy, if rates are unknown, or if the gain is too small.
     flat = plans[0]
     if cluster.size == 1:
-        return with_reason(flat, "There is one rank: nothing travels.")
+        return with_reason(flat, "There is one rank: nothing is sent.")
     if _only_flat(cluster):
         return with_reason(flat, "There is one level of links: every plan is one all-reduce over all ranks.")
     if library == "nccl" and assumed:

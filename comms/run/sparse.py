@@ -119,7 +119,7 @@ def check_sparse(sparse: Tensor) -> None:
         )
     if not sparse.is_floating_point():
         raise TypeError(
-            f"a sparse gradient holds {sparse.dtype}; wanted floating-point numbers. Complex ones travel dense alone: "
+            f"a sparse gradient holds {sparse.dtype}; wanted floating-point numbers. Complex ones are sent dense only: "
             "nn.Embedding(sparse=False)"
         )
 
@@ -142,7 +142,7 @@ def sum_sparse(
         rank: This rank.
         sharing: Assignment of rows to owners, seen from this rank.
         scale: Factor on every rank's contribution.
-        as_dense: Whether rows travel between the nodes as a dense tensor; "auto" decides by the number of bytes.
+        as_dense: Whether rows are sent between the nodes as a dense tensor; "auto" decides by the number of bytes.
         count_sent: Called for each collective, to count what this rank sends.
 
     Returns:

@@ -188,7 +188,7 @@ class StreamExecutor(Executor):
                 held, self._held = self._held, None
                 if held is not None:
                     self._issue_rest(held)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
             self._give_up_now(error)
 
     def _issue_alone(self, all_reduce: AllReduce, rank_plan: RankPlan, scale: float) -> bool:
@@ -254,7 +254,7 @@ class StreamExecutor(Executor):
             self.release()
             with self._streams.exclusive():
                 _advance(steps, 1)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
             self._give_up_now(error)
 
     def _start_migration(self, steps: Iterator[Hop]) -> None:
@@ -271,7 +271,7 @@ class StreamExecutor(Executor):
         if held is not None:
             try:
                 self._issue_rest(held)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
                 self._give_up_now(error)
         if self._issued:
             self.last = self._streams.mark(self._issued - 1)
@@ -282,7 +282,7 @@ class StreamExecutor(Executor):
             if self.deadline is not None:
                 self.deadline.watch(self.last.query)
         self._direct = None
-        self._issued = 0  # the same bucket travels on the same stream in each step
+        self._issued = 0  # the same bucket is sent on the same stream in each step
 
     def extremes(self) -> list[Tensor]:
         """Returns the least and largest averages since the last call; see `Executor.extremes`."""
@@ -291,7 +291,7 @@ class StreamExecutor(Executor):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Runs the caller's block with nothing in flight beside it; see `Executor.exclusive`."""
+        """Runs the caller's block on a side stream, after all earlier all-reduces and before all later ones."""
         self.release()
         with self._streams.exclusive():
             yield
@@ -369,7 +369,9 @@ class StreamExecutor(Executor):
     @property
     def failure(self) -> CollectiveError | None:
         """The first failure, after waiting for its diagnosis if `interrupt` was called; see `Executor.failure`."""
-        return self.failures.diagnosed() if self._interrupted else self.failures.error  # by whoever has interrupted
+        return (
+            self.failures.diagnosed() if self._interrupted else self.failures.error
+        )  # by the thread that has interrupted
 
     def raise_failure(self) -> None:
         """Raises the first failure if `interrupt` was called; see `Executor.raise_failure`."""

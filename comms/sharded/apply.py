@@ -406,7 +406,7 @@ def _error_of(
     ):
         return (
             "`model` has CPUOffloadPolicy, which is not safe together with replicas: the copy of a gradient to the "
-            "host may read memory that has been used anew (pytorch issue 180665); leave the policy out"
+            "host may read memory that has been reused (pytorch issue 180665); leave the policy out"
         )
     return None
 

@@ -233,7 +233,7 @@ class ShardedParamGroup:
 
     @property
     def gathers_again(self) -> bool:
-        """True while the gather under way is the one before the backward pass, of the weights of the forward pass."""
+        """True while the gather in flight is the one before the backward pass, of the weights of the forward pass."""
         return cast(str, self._group._training_state.name) == "PRE_BACKWARD"
 
     @property

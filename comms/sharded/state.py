@@ -127,7 +127,7 @@ class FsdpState(GradientState[AveragingSession]):
 
     OPTIONS = (*PLANNING, *COMPRESSION, *WATCHING)
     MARK = SHARDS
-    NOT_CONNECTED = "`replicas` is not set: {call} has nothing to say about torch's own collectives"
+    NOT_CONNECTED = "`replicas` is not set: {call} does not cover torch's own collectives"
 
     samples = refused("samples", "FSDP2 averages over ranks; use equal shares of the data, or DDP with HookState")
 
@@ -318,7 +318,7 @@ class FsdpState(GradientState[AveragingSession]):
                     "belong to its shards: call state.flush() and train one more step before saving, or load it on the "
                     "mesh that saved it"
                 )
-            log.info("a flushed state of another mesh: the compressor starts anew")
+            log.info("a flushed state of another mesh: the compressor starts without residuals")
             self._drop_half_step()
             return
         # Take the entries of the shards out; the others are the compressor's between replicas.

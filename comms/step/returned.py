@@ -50,7 +50,7 @@ HOLDS_AVERAGE = (
 
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    """A parameter's `.grad` as the bucket that held it was handed over.
+    """A parameter's `.grad` as it was when its bucket was passed to the hook.
 
     Attributes:
         parameter: The parameter.
@@ -70,7 +70,7 @@ class _Returned:
 
     @property
     def is_kept(self) -> bool:
-        """Whether `.grad` is still the tensor handed over: neither None nor one that the script has put there."""
+        """Whether `.grad` is still the tensor passed to the hook: not None, and not set by the script."""
         grad = self.parameter.grad
         if grad is None or self.view is None or grad is self.view:
             return grad is not None and grad is self.grad()
@@ -146,7 +146,7 @@ class ReturnedGradients(StepListener):
         return tuple(item.name in folded for item in layout.slices)
 
     def _holds_average(self, parameter: Tensor) -> bool:
-        """Returns whether a parameter's `.grad` holds the average of an earlier pass, as its bucket is handed over.
+        """Returns whether a parameter's `.grad` holds the average of an earlier pass when its bucket gets to the hook.
 
         False also if the versions do not tell; then all parameters are watched from now on.
         """
@@ -177,7 +177,7 @@ class ReturnedGradients(StepListener):
         """Notes a parameter whose `.grad` holds an average (is not zero) before the first accumulation into it.
 
         Args:
-            before: The `.grad` as it was handed over.
+            before: The `.grad` as it was passed to the hook.
         """
         parameter, grad = before.parameter, before.parameter.grad
         if grad is None or not before.is_kept:

@@ -44,7 +44,7 @@ class UsedMap(StepListener):
         self._device = device
         self._unused = unused
         self._in_first_step = known is not None and known.static_graph
-        self._handed_over: list[tuple[Tensor, int, int, int]] = []
+        self._passed: list[tuple[Tensor, int, int, int]] = []
         """Parameters of the step, with the memory of their bucket, and the state of their gradients at its arrival."""
         self._in_every_step = known is not None and known.find_unused_parameters and not known.static_graph
         self.wants_buckets = unused is not None and (known is None or self._in_every_step)
@@ -56,14 +56,14 @@ class UsedMap(StepListener):
 
     def step_began(self, steps: int) -> None:
         """Waits on the host for the sum that DDP has issued, in the first step of a static graph on CUDA."""
-        self._handed_over.clear()
+        self._passed.clear()
         if steps == 0 and self._in_first_step and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
         """Records the gradients of a bucket before DDP replaces them by the averages; see `StepListener`."""
         memory = flat.untyped_storage().data_ptr()
-        self._handed_over += [(parameter, memory, *_written(parameter)) for parameter in parameters]
+        self._passed += [(parameter, memory, *_written(parameter)) for parameter in parameters]
 
     def last_bucket_sent(self, communicator: Issues) -> None:
         """Orders DDP's sum, which follows, after all collectives of the step's buckets."""
@@ -80,14 +80,14 @@ class UsedMap(StepListener):
 
         Empty if it took none at all: then another reducer than DDP will take them later.
         """
-        handed_over, self._handed_over = self._handed_over, []
+        passed, self._passed = self._passed, []
         left = [
             parameter
-            for parameter, memory, *before in handed_over
+            for parameter, memory, *before in passed
             if before == [*_written(parameter)]
             and (parameter.grad is None or parameter.grad.untyped_storage().data_ptr() != memory)
         ]
-        return left if len(left) < len(handed_over) else []
+        return left if len(left) < len(passed) else []
 
 
 def _written(parameter: Tensor) -> tuple[int, int]:

@@ -242,8 +242,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._nccl is not None and self._nccl.backend is not None:
             from gradwire.comms.transport import nccl
 
-            everybody = tuple(range(self._nccl.size))
-            in_switch = self._nccl.sums_in_switch(everybody)
+            members = tuple(range(self._nccl.size))
+            in_switch = self._nccl.sums_in_switch(members)
             self._users = nccl.borrow(self._nccl.backend, rank, self._nccl.size, sums_in_switch=in_switch)
         self._closed = False
         self.drained = True

@@ -484,7 +484,7 @@ class NcclTransport:
                     return
                 time.sleep(FINISHED_POLL_SECONDS)
         except RuntimeError as error:  # the process that serves the store has exited, as the last one
-            log.debug("the store cannot say whether %d ranks have finished: %s", self.size, error)
+            log.debug("whether %d ranks have finished cannot be read from the store: %s", self.size, error)
 
     def _abort(self) -> None:
         self._group.abort()

@@ -73,7 +73,7 @@ class _Rendezvous:
         self._during = f"during the set-up of the shared-memory group {key!r}"
         self.deadline = deadline
 
-    def say(self, word: str, value: str) -> None:
+    def publish(self, word: str, value: str) -> None:
         """Publishes a message under the key `word`."""
         self._store.set(f"{self._key}/{word}", value)
 
@@ -84,11 +84,11 @@ class _Rendezvous:
         return str(self._store.get(f"{self._key}/{word}").decode())
 
     def fail(self, message: str) -> None:
-        """Publishes an error for rank 0, which tells the other ranks; does nothing if the store itself has failed."""
+        """Publishes an error for rank 0, which passes it on to all ranks; does nothing if the store has failed."""
         with suppress(RuntimeError):  # our own error is the one to report
-            self.say(FAILED, message)
+            self.publish(FAILED, message)
 
-    def hear(self, word: str) -> str:
+    def wait_for(self, word: str) -> str:
         """Waits for the message of rank 0 under the key `word`, and returns it.
 
         It polls, because TCPStore logs every `wait` that times out.
@@ -97,17 +97,17 @@ class _Rendezvous:
             PeerError: It did not arrive before the deadline, or a rank has exited.
         """
         naps = Naps()
-        while (said := self.find(word)) is None:
-            self.look_for_losses()
+        while (message := self.find(word)) is None:
+            self.raise_if_failed()
             if time.monotonic() > self.deadline:
                 raise self.absent([0])
             naps.sleep(self.deadline)
-        return said
+        return message
 
-    def look_for_losses(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises a PeerError if a rank of the group has exited, or a rank of another group has aborted."""
-        if self._peer_wait is not None and (lost := self._peer_wait.failure(self._during)) is not None:
-            raise lost
+        if self._peer_wait is not None and (failed := self._peer_wait.failure(self._during)) is not None:
+            raise failed
 
     def absent(self, ranks: Sequence[int]) -> PeerError:
         """Returns the error for ranks that did not join."""
@@ -166,7 +166,7 @@ class _NoOffer:
     errno: int | None
 
 
-_SAID: MessageType[_Said] = MessageType(_Said, most_nbytes=MESSAGE_NBYTES)
+_MESSAGE: MessageType[_Said] = MessageType(_Said, most_nbytes=MESSAGE_NBYTES)
 _OFFER: MessageType[_Offer | _NoOffer] = MessageType(_Offer | _NoOffer)
 
 
@@ -186,7 +186,7 @@ class _RankConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._heard = b""
+        self._received = b""
         self.ended = False
         _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.getuid():
@@ -194,13 +194,13 @@ class _RankConnection:
                 errno.EPERM, f"a process of user {uid} has connected; this one is of user {os.getuid()}"
             )
 
-    def say(self, **said: object) -> None:
-        self.socket.sendall(json.dumps(said).encode() + b"\n")
+    def send(self, **message: object) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def give(self, descriptor: int) -> None:
+    def send_descriptor(self, descriptor: int) -> None:
         socket.send_fds(self.socket, [b"\n"], [descriptor])
 
-    def take(self, deadline: float) -> int | None:
+    def receive_descriptor(self, deadline: float) -> int | None:
         """Receives the descriptor; None if the other end sends an error or closes the connection instead."""
         self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
         data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
@@ -208,10 +208,10 @@ class _RankConnection:
         if descriptors:
             os.set_inheritable(descriptors[0], False)  # recv_fds does not set it (Python 3.11)
             return descriptors[0]
-        self._heard += data  # first byte of an error message
+        self._received += data  # first byte of an error message
         return None
 
-    def hear(self, deadline: float) -> dict[str, object] | None:
+    def receive(self, deadline: float) -> dict[str, object] | None:
         """Waits for the next line; None if the other end closes the connection. Raises TimeoutError at the deadline."""
         while (line := self.read()) is None and not self.ended:
             self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -225,18 +225,18 @@ class _RankConnection:
         except ConnectionResetError:
             data = b""
         self.ended = not data
-        self._heard += data
-        if len(self._heard) > MESSAGE_NBYTES:
+        self._received += data
+        if len(self._received) > MESSAGE_NBYTES:
             raise OSError(errno.EMSGSIZE, f"a rank has sent more than {MESSAGE_NBYTES} bytes without a reply")
 
     def read(self) -> dict[str, object] | None:
         """Returns the next complete line that has arrived; None if there is none."""
-        line, newline, rest = self._heard.partition(b"\n")
+        line, newline, rest = self._received.partition(b"\n")
         if not newline:
             return None
-        self._heard = rest
+        self._received = rest
         try:
-            return {key: each for key, each in asdict(_SAID.read(line)).items() if each is not None}
+            return {key: each for key, each in asdict(_MESSAGE.read(line)).items() if each is not None}
         except MessageError as error:
             raise OSError(errno.EBADMSG, f"a message is not from a rank: {error}") from None
 
@@ -315,23 +315,23 @@ class _First:
         try:
             descriptor = _allocate(native.shm_segment_nbytes(self._size, block_nbytes))
         except OSError as error:
-            self._words.say(SOCKET, json.dumps({"error": error.strerror, "errno": error.errno}))
+            self._words.publish(SOCKET, json.dumps({"error": error.strerror, "errno": error.errno}))
             raise
         group = map_it(descriptor)  # the group owns the descriptor from now on
         if self._size == 1:
             return group
         self._listen(f"\0{self._name}")
         offer = {"name": self._name, "network": _network(), "size": self._size, "block_nbytes": block_nbytes}
-        self._words.say(SOCKET, json.dumps(offer))
+        self._words.publish(SOCKET, json.dumps(offer))
         try:
             self._hand_out(descriptor)
         except PeerError as error:
-            self._tell(failed=str(error), missing=error.missing)
+            self._send_to_all(failed=str(error), missing=error.missing)
             raise
         except BaseException as error:
-            self._tell(failed=f"rank 0 could not set the group up: {type(error).__name__}: {error}", missing=())
+            self._send_to_all(failed=f"rank 0 could not set the group up: {type(error).__name__}: {error}", missing=())
             raise
-        self._tell(go=True)
+        self._send_to_all(go=True)
         return group
 
     def _listen(self, name: str) -> None:
@@ -352,7 +352,7 @@ class _First:
         while len(self._mapped) < self._size:
             for key, _ in self._selector.select(poll_seconds):
                 if isinstance(key.data, _RankConnection):
-                    self._hear(key.data, descriptor)
+                    self._receive(key.data, descriptor)
                 elif isinstance(key.fileobj, socket.socket):
                     self._accept(key.fileobj)
             now = time.monotonic()
@@ -360,7 +360,7 @@ class _First:
                 poll_seconds = min(2 * poll_seconds, LONGEST_POLL_SECONDS)
                 next_poll = now + poll_seconds
                 self._look_for_failures()
-                self._words.look_for_losses()
+                self._words.raise_if_failed()
                 if not in_folder and (rank := self._words.find(ELSEWHERE)) is not None:
                     in_folder = True
                     self._listen_in_folder(rank)
@@ -379,7 +379,7 @@ class _First:
             return
         self._selector.register(connection, selectors.EVENT_READ, line)
 
-    def _hear(self, line: _RankConnection, descriptor: int) -> None:
+    def _receive(self, line: _RankConnection, descriptor: int) -> None:
         """Handles what a connection has sent; closes one that sends anything but a rank's messages, and goes on.
 
         Raises:
@@ -388,8 +388,8 @@ class _First:
         known = next((rank for rank, each in self._lines.items() if each is line), None)
         try:
             line.feed()
-            while (said := line.read()) is not None:
-                known = self._answer(line, said, known, descriptor)
+            while (message := line.read()) is not None:
+                known = self._answer(line, message, known, descriptor)
         except OSError as error:
             # Of the same user, but no rank, or no longer: the rank itself may still connect, or the others miss it.
             log.warning("refused a connection to a shared-memory group: %s", error)
@@ -404,12 +404,12 @@ class _First:
             if known is not None:
                 raise self._words.ended(known)
 
-    def _answer(self, line: _RankConnection, said: Mapping[str, object], known: int | None, descriptor: int) -> int:
+    def _answer(self, line: _RankConnection, message: Mapping[str, object], known: int | None, descriptor: int) -> int:
         """Answers a message: sends its rank the descriptor, or notes that it has mapped the memory.
 
         Args:
             line: Connection of the message.
-            said: The message.
+            message: The message.
             known: Rank that `line` was before; None before its first message.
             descriptor: Descriptor of the memory.
 
@@ -419,23 +419,23 @@ class _First:
         Raises:
             OSError: It is not the message of a rank, or not of this connection's rank.
         """
-        rank = said.get("rank")
+        rank = message.get("rank")
         if (
             not isinstance(rank, int)
             or not 0 < rank < self._size
             or known not in (None, rank)
-            or (known == rank and "mapped" not in said)
+            or (known == rank and "mapped" not in message)
         ):
-            raise OSError(errno.EBADMSG, f"a message is not from a rank: {said}")
+            raise OSError(errno.EBADMSG, f"a message is not from a rank: {message}")
         # Invariant: a rank keeps its first connection. A later one is of another process of this user: taken in its
-        # place, it would get the memory, and the rank would hear nothing more.
+        # place, it would get the memory, and the rank would receive nothing more.
         if self._lines.setdefault(rank, line) is not line:
             raise OSError(errno.EISCONN, f"it is the second one for rank {rank}")
-        if "mapped" in said:
+        if "mapped" in message:
             self._mapped.add(rank)
         else:
             try:
-                line.give(descriptor)
+                line.send_descriptor(descriptor)
             except (BrokenPipeError, ConnectionResetError):  # it has exited since it connected
                 line.ended = True
         return rank
@@ -452,13 +452,13 @@ class _First:
         _sweep()
         self._closing.callback(path.unlink, missing_ok=True)
         self._listen(str(path))
-        self._words.say(FOLDER_SOCKET, str(path))
+        self._words.publish(FOLDER_SOCKET, str(path))
 
-    def _tell(self, **said: object) -> None:
+    def _send_to_all(self, **message: object) -> None:
         """Sends the outcome of the set-up to all connected ranks."""
         for rank, line in self._lines.items():
             try:
-                line.say(**said)
+                line.send(**message)
             except OSError as error:  # it has exited: the first collective will show it
                 log.debug("rank %d cannot be told how the set-up has ended: %s", rank, error)
 
@@ -487,7 +487,7 @@ def _join(
         ValueError: `size` or `block_nbytes` differs from rank 0's.
     """
     # Read rank 0's offer, and compare the arguments.
-    offer = _OFFER.read(words.hear(SOCKET))
+    offer = _OFFER.read(words.wait_for(SOCKET))
     if isinstance(offer, _NoOffer):
         raise PeerSystemError(offer.errno, f"rank 0 {offer.error}")
     for name, own, theirs in (("size", size, offer.size), ("block_nbytes", block_nbytes, offer.block_nbytes)):
@@ -498,8 +498,8 @@ def _join(
     if offer.network == _network():
         place = f"\0{offer.name}"
     else:
-        words.say(ELSEWHERE, str(rank))
-        place = words.hear(FOLDER_SOCKET)
+        words.publish(ELSEWHERE, str(rank))
+        place = words.wait_for(FOLDER_SOCKET)
     # Receive and map the memory, and wait until rank 0 says that all ranks have done so.
     deadline = words.deadline + LATE_SECONDS
     # Of a Unix socket this is also the time to connect, if rank 0 does not accept and its queue is full.
@@ -508,13 +508,13 @@ def _join(
     try:
         connection.connect(place)
         line = _RankConnection(connection)
-        line.say(rank=rank)
-        descriptor = line.take(deadline)
+        line.send(rank=rank)
+        descriptor = line.receive_descriptor(deadline)
         group = None
         if descriptor is not None:
             group = map_it(descriptor)
-            line.say(rank=rank, mapped=True)
-        outcome = line.hear(deadline)
+            line.send(rank=rank, mapped=True)
+        outcome = line.receive(deadline)
     except (TimeoutError, BlockingIOError) as error:
         raise words.absent([0]) from error
     except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, FileNotFoundError) as error:

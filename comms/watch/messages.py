@@ -10,7 +10,7 @@ diagnosed like a group of two ranks.
 **Stragglers.** The measure is how long a rank's threads were in `wait` for messages of the group, in any channel: of
 two neighbours, the one that waited less is behind, by the difference. In a balanced pipeline all stages wait equally
 long, each at another place of its step; a straggler waits less than all others. Times are compared between moments that
-both ranks know: a message was handed over, and received.
+both ranks know: a message was sent, and received.
 """
 
 import sys
@@ -92,7 +92,7 @@ class _Channel:
         sends: True if this rank is the sender.
         group: Group of the channel.
         issued: Number of the last message that was issued.
-        ended: Number of the last message that was handed over (sender) or waited for (receiver).
+        ended: Number of the last message that was sent (sender) or waited for (receiver).
         blocked: Number of the message for which a thread waits, and the monotonic time since when; None without one.
         ends: Moments that both ranks know; see `EndPoint`.
         stride: Interval of the numbers of the end points that are kept. Both ranks keep multiples of a power of two,
@@ -112,7 +112,7 @@ class _Channel:
     last: deque[_Message] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def passed(self, number: int, now: float) -> None:
-        """Notes that the message with this number was handed over, or received, at monotonic time `now`."""
+        """Records that the message with this number was sent, or received, at monotonic time `now`."""
         self.ended = max(self.ended, number)
         if number % self.stride:
             return

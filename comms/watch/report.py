@@ -106,7 +106,7 @@ class WatchReport:
         lines = [f"watched for {duration(self.seconds)}"]
         for group in self.groups:
             low, high = min(group.waited.values()), max(group.waited.values())
-            what = "under way" if sender_of(group.name) is None else "a rank stands waiting for those of this group"
+            what = "in flight" if sender_of(group.name) is None else "a rank waits for the others of this group"
             count = f"{ranks_in_words(group.ranks)}, {group.collectives} collectives"
             count = count if sender_of(group.name) is None else f"{group.collectives} messages"
             lines.append(

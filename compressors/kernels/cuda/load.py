@@ -184,7 +184,7 @@ def _cache_folder() -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         temporary = _temporary_folder()
         logger.warning(
-            "gradwire: ~/.cache/gradwire/cuda cannot be written (%s): CUDA kernels are compiled anew into %s",
+            "gradwire: ~/.cache/gradwire/cuda cannot be written (%s): CUDA kernels are compiled again into %s",
             error,
             temporary,
         )
@@ -194,7 +194,7 @@ def _cache_folder() -> Path:
 def _temporary_folder() -> Path:
     """Returns the temporary folder that all processes of this user share; a private one if its name is taken.
 
-    What lies in the folder is loaded into the GPU: it must belong to this user, and nobody else may write to it.
+    What lies in the folder is loaded into the GPU: it must belong to this user, and no other user may write to it.
     """
     folder = Path(tempfile.gettempdir()) / f"gradwire-cuda-{os.getuid()}"
     try:

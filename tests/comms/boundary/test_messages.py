@@ -280,7 +280,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         json.dumps({"shared": [1], "refused": None, "plain": 10, "pieces": [[4, 4]]}).encode(),
     ),
     "why a state was refused": (transfer._WHY.read, b'"it is of another model"'),
-    "a line at shared memory": (segment._SAID.read, b'{"rank": 1, "mapped": true}'),
+    "a line at shared memory": (segment._MESSAGE.read, b'{"rank": 1, "mapped": true}'),
     "an offer of shared memory": (
         segment._OFFER.read,
         json.dumps({"name": "gradwire-ab", "network": "4.1", "size": 2, "block_nbytes": 4096}).encode(),

@@ -79,8 +79,8 @@ def test_one_rank_reads_that_it_exchanges_nothing() -> None:
     plans = [plan_all_reduce(where, nbytes) for nbytes in SIZES]
     texts = describe_plans(plans, LEVEL_NAMES), summarise_plans(plans, LEVEL_NAMES)
     assert texts == (
-        ("flat: nothing to do. There is one rank: nothing travels.",),
-        ("plan: nothing to do", "why: There is one rank: nothing travels."),
+        ("flat: nothing to do. There is one rank: nothing is sent.",),
+        ("plan: nothing to do", "why: There is one rank: nothing is sent."),
     )
     alone = Report(where.describe(), texts[0], (), 30, 10, summary=texts[1], one_node=True, alone=True)
     short, full = str(alone).splitlines(), alone.full().splitlines()

@@ -174,7 +174,7 @@ def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
 
     def dying() -> None:
         own = client(server)
-        say = segment._RankConnection.say
+        say = segment._RankConnection.send
 
         class Fatal:
             def __getattr__(self, name: str) -> object:
@@ -190,18 +190,18 @@ def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
             if ("mapped" in said) == (word == "mapped"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(segment._RankConnection, "say", last_say)  # noqa: B010 - mypy takes no method for another
+        setattr(segment._RankConnection, "send", last_say)  # noqa: B010 - mypy takes no method for another
         ShmGroup.create(Fatal(), victim, 2, key=word, timeout=timedelta(seconds=60), block_nbytes=65536)  # type: ignore[arg-type]
 
     pid = run_child(dying)
-    give = segment._RankConnection.give
+    give = segment._RankConnection.send_descriptor
 
     def give_late(line: segment._RankConnection, descriptor: int) -> None:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         give(line, descriptor)
 
     if word.endswith("gone"):
-        setattr(segment._RankConnection, "give", give_late)  # noqa: B010 - see above
+        setattr(segment._RankConnection, "send_descriptor", give_late)  # noqa: B010 - see above
     with pytest.raises(PeerError, match=f"rank {victim} has (ended during the set-up|died)") as caught:
         # Where it dies with its last word, that shows in the first collective.
         ShmGroup.create(
@@ -362,13 +362,13 @@ def test_what_is_not_the_message_of_a_rank_costs_its_own_connection_alone(
     """Another process of this user gets neither the place of the rank that it claims to be, nor ends the set-up."""
     monkeypatch.setattr(secrets, "token_hex", lambda nbytes: f"claim-{os.getpid()}")
     store, connected_rank = HashStore(), threading.Event()
-    give = segment._RankConnection.give
+    give = segment._RankConnection.send_descriptor
 
     def giving(line: segment._RankConnection, descriptor: int) -> None:
         give(line, descriptor)
         connected_rank.set()
 
-    monkeypatch.setattr(segment._RankConnection, "give", giving)
+    monkeypatch.setattr(segment._RankConnection, "send_descriptor", giving)
 
     def body(rank: int) -> float:
         if rank == 2:  # comes last, so that the set-up is not over when rank 1 is claimed again
