@@ -55,6 +55,7 @@ def attach(
         ValueError: The model has a hook already; a value does not fit, or differs between the ranks.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
+    # Return the state of the automatic hook if the call asks for nothing else.
     ddp = find_ddp(model)
     automatic = automatic_of(ddp)
     if automatic is not None and config is None and on_membership_change is None and not extra_state and not options:

@@ -219,7 +219,7 @@ class Communicator:
         Args:
             name: Name of its threads.
             cluster: Placement of the ranks.
-            on_cuda: See `FailurePolicy`.
+            on_cuda: Imports and returns the class of the executor on CUDA; None takes `StreamExecutor`.
         """
         device, common = self.device, (self._groups, self.rank, cluster, self.compressor, self._reporter)
         if device.type == "cuda":
@@ -367,7 +367,7 @@ class Communicator:
         self.executor.start(all_reduce, rank_plan, scale, flush, hold=hold, after=after)
 
     def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = "auto") -> None:
-        """Starts an all-reduce of a sparse tensor, inside the nodes first; see `sum_sparse`.
+        """Starts an all-reduce of a sparse tensor, inside the nodes first, and returns at once.
 
         Args:
             bucket: Bucket of a floating-point tensor in layout torch.sparse_coo, of the same shape and dtype on all

@@ -250,7 +250,7 @@ class Planning:
         return self.nic_bytes_per_second == MEASURE
 
     @property
-    def looks_at_links(self) -> bool:
+    def probes_links(self) -> bool:
         """Whether unknown links between CPU nodes are measured for a moment before the first step."""
         return self.nic_bytes_per_second is None
 

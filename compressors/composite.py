@@ -100,7 +100,7 @@ class Composite(CompressorTraits):
 
     Attributes:
         main: The main compressor.
-        rules: See above.
+        rules: Rules, of which the first that matches a parameter decides.
         choices: The main compressor, then that of each rule; one may occur several times.
 
     Raises:

@@ -338,7 +338,7 @@ class PowerSGD(Stateful):
         return torch.cat(factors)
 
     def _codec_for(self, layout: Layout, rank: int) -> PieceCodec | None:
-        """Returns the codec of this step's factors, with random rounding another one in each step; None without one."""
+        """Returns the codec for this step's factors (random rounding has a key per step); None if they are plain."""
         if self.inner is None:
             return self.codec
         self.inner.step = self.step

@@ -173,7 +173,7 @@ def _rows(values: Sequence[object]) -> list[list[float]]:
 
 
 class LearnsCuts(StepListener):
-    """Learns the cuts of one model from its first steps, and sets them as the fusion plan.
+    """Finds, from a model's first steps, the cuts (the buckets after which an all-reduce ends), and sets them.
 
     Args:
         communicator: Communicator of the ranks that train the model.

@@ -131,6 +131,7 @@ def advise_job(
     Raises:
         ValueError: `accumulate` is less than one.
     """
+    # The job as the cost model takes it: one step of `accumulate` observed ones.
     workload = Workload(
         sum(sizes),
         observed.backward_seconds,
@@ -141,6 +142,7 @@ def advise_job(
         rest_seconds=max(0.0, observed.headroom_seconds - observed.backward_seconds),
         bucket_sizes=tuple(sizes),
     )
+    # Predict every plan and compressor, and do not recommend one that is slower than what runs.
     advice = advise(cluster, workload, prices(len(cluster.nodes), library, gpu_memory(cluster)), library=library)
     if accumulate == 1:
         advice = _never_slower(advice, running, observed, optimizer)

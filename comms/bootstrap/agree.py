@@ -185,7 +185,7 @@ class Agreement:
 
         Args:
             place: Prefix of the keys of this round in the store.
-            rule: See `decide`.
+            rule: Maps the values, in rank order, to the result; a `ValueError` refuses.
         """
         try:
             values = self._values(place)

@@ -141,7 +141,7 @@ class AbortSignal:
         self._key = key
 
     def read(self) -> PeerFailure | None:
-        """Return the failure, or None if none is set.
+        """Return the failure that a rank has signalled, or None if no rank has.
 
         Raises:
             MessageError: The value is malformed.
@@ -180,7 +180,7 @@ class _PolledAbortSignal(AbortSignal):
         self._store_is_gone = False
 
     def poll(self) -> PeerFailure | None:
-        """Return the failure, or None if none is set or the store does not answer."""
+        """Return the failure that a rank has signalled; None if there is none, or if the store does not answer."""
         if self._store_is_gone or not self._answering.is_answering:
             return None
         try:

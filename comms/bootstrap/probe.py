@@ -486,7 +486,7 @@ class PeerWait:
         return self.abort_reason(at_once=True) or self._named(exited, when)
 
     def failure(self, when: str) -> PeerError | None:
-        """Return the error that ends the wait, or None if nothing is wrong or no check is due.
+        """Check, if that is due, whether a member has exited or another rank has aborted; return the error, or None.
 
         Args:
             when: Clause that follows "has ended" in the message, such as "before it had connected".

@@ -98,7 +98,7 @@ _TABLE: MessageType[_Table] = MessageType(_Table, most_nbytes=MOST_TABLE_NBYTES)
 
 
 class PeerInfos(Sequence[PeerInfo]):
-    """Infos of all ranks, in rank order, as a table: a column for each field, with each distinct value once.
+    """The `PeerInfo` of every rank, in rank order, stored as a table with each distinct value of a field once.
 
     Args:
         generation: Generation id: the same on all ranks, and another one after a restart.
@@ -409,7 +409,7 @@ class _Follower(_Rank):
             naps.sleep(self._deadline)
 
     def _naps(self) -> Naps:
-        """Return the pauses between polls: short ones for packers, which are few and waited for by all others."""
+        """Return the pauses between polls of the store: short for the ranks that pack the infos of a block of ranks."""
         return Naps(self._own.size if self._own.rank % BLOCK else -(-self._own.size // BLOCK))
 
     def _probes_leader(self) -> bool:

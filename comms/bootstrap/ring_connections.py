@@ -223,7 +223,7 @@ class PeerConnection:
 
 
 class RingConnections:
-    """Listener of one rank in the ring, and its connections to both neighbours.
+    """Listener of one rank in the liveness ring, and its connections to the ranks before and after it.
 
     Thread safety: `send` and `wake` may be called from any thread, everything else from the ring's thread.
 
@@ -396,12 +396,12 @@ class Neighbour:
         self.may_be_unreached = False
 
     def expect(self, join_seconds: float | None, may_be_unreached: bool) -> None:
-        """Schedule the checks whether this rank joins.
+        """Schedule the checks whether the neighbour has joined the ring; a failed last check ends the ring.
 
         Args:
-            join_seconds: Seconds from now after which it ends the ring if it has not joined, or is unreachable; None
-                leaves that to timeouts.
-            may_be_unreached: If it has joined and is unreachable, leave that to timeouts all the same.
+            join_seconds: Seconds from now until the last check, which fails if the neighbour has not joined or is
+                unreachable. None makes no such check, so that only timeouts end the ring.
+            may_be_unreached: Whether the last check passes if the neighbour has joined and is unreachable.
         """
         self.may_be_unreached = may_be_unreached
         began = time.monotonic()

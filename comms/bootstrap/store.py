@@ -209,8 +209,8 @@ class _Request(Generic[Result]):
         request: Sends the request and returns the response.
 
     Attributes:
-        description: See above.
-        request: See above.
+        description: Operation and keys, for messages.
+        request: Sends the request and returns the response.
         answered: Set once `answer` or `error` is set.
         timed_out: Whether the caller has stopped waiting; the request is then skipped, or its response is dropped.
         answer: Response of the store.

@@ -232,7 +232,7 @@ def _stream_executor() -> "type[StreamExecutor]":
 
 
 class ResilientOps:
-    """Runs the operations of one rank so that they complete even if other ranks fail.
+    """Runs operations of all ranks (a step's reduction, a broadcast) so that they complete even if other ranks fail.
 
     Args:
         membership: Agrees with the other ranks on the members of each generation.

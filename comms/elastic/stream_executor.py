@@ -23,4 +23,4 @@ class ResilientStreamExecutor(StreamExecutor):
         """Does nothing: the host has waited for the averages."""
 
     def raise_failure(self) -> None:
-        """Does nothing: the next operation of all ranks raises the failure, and survives it."""
+        """Does nothing: the failure is raised, and handled, by the next operation of all ranks."""

@@ -231,11 +231,13 @@ def stall_in_words(
         waited_in: Place in which the ranks wait, if none is missing: `in it`, `in reduce_scatter intra_node`.
         rank_of: Returns the rank that is shown for a rank of `stuck`.
     """
+    # All ranks wait in the collective itself.
     if not stuck.missing and not stuck.silent:
         return (
             f"all ranks have reached {what}, and have waited {waited_in} for {duration(stuck.seconds)}: no rank is "
             "late, a link is slow or broken"
         )
+    # A clause for the missing ranks, one for silent ranks, one for those that wait, and the lines of the missing ones.
     parts = []
     for ranks, one, many in (
         (stuck.missing, f"has not {absent}", f"have not {absent}"),

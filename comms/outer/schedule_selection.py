@@ -156,7 +156,7 @@ class ScheduleSelection:
             self.make()
 
     def make(self) -> None:
-        """Chooses now, on all ranks, unless no rank has measured a step yet.
+        """Chooses the missing settings now, together with all ranks; does nothing if no rank has measured a step yet.
 
         Raises:
             RuntimeError: A rank did not join within the time-out.

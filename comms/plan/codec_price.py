@@ -220,11 +220,13 @@ def measured_price(
     """
     if name == EXACT.name:
         return EXACT
+    # Time the whole gradient and its first parameter alone.
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
     (whole, hops, whole_share), (part, _, part_share) = (
         _timed(with_short_start(name) if make is None else make(), each, group, seconds, together)
         for each in (layout, first)
     )
+    # Their difference is the cost of the elements; what is left of the small one is the cost of a call.
     whole, part = agree(whole, whole_share), agree(part, part_share)
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
     return CodecPrice(
@@ -252,7 +254,7 @@ def _timed(
         layout: Parameters of the gradient.
         group: Stands for a group of ranks, and sends nothing.
         seconds: Seconds of the measurement.
-        together: See `measured_price`.
+        together: Returns when all ranks of this machine have called it; called before the timed rounds.
 
     Returns:
         Mean processor seconds of a round, number of collectives in it, and this rank's part of a core.

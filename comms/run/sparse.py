@@ -257,7 +257,7 @@ def _between(
         groups: Transports by lane and members.
         rail: Owners of the same rows on all nodes.
         owned: Keys of all rows that these ranks own.
-        as_dense: See `sum_sparse`.
+        as_dense: Whether rows are sent as a dense tensor; "auto" decides by the number of bytes.
         count_sent: Counts what is sent.
     """
     size, width, element_nbytes = len(rail), own.values.shape[1], own.values.element_size()

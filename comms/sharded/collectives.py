@@ -157,8 +157,8 @@ class GradientReduceScatter(ReduceScatter):
     On CUDA it runs on the current stream; on a CPU in the lanes of the communicator of `nodes`.
 
     Args:
-        param_group: See `ReduceScatter`.
-        overlap: See `ReduceScatter`.
+        param_group: The parameter group.
+        overlap: Keeps the reduce-scatters in flight on a CPU.
         names: Names of the model's parameters.
         nodes: Runs the collectives of the ranks, by their placement.
         choice: "bf16", "int8", "int4" or "waterfill4".
@@ -411,7 +411,9 @@ class DifferenceAllGather(EncodedAllGather):
     Args:
         param_group: The parameter group.
         loaded: Compares the sent weights that the ranks loaded.
-        runs, nodes, exact: See `EncodedAllGather`.
+        runs: Compressed and dense runs of a flat shard with all parameters of the group.
+        nodes: Runs the collectives of the ranks, by their placement.
+        exact: The exact all-gather that it replaces, called for other meshes.
 
     Attributes:
         sent: The weights that the counterparts have of each other: the base of the next differences.
@@ -502,8 +504,8 @@ class ExactReduceScatter(ReduceScatter):
     """The exact reduce-scatter of one parameter group on a CPU: planned if that is faster, and watched in any case.
 
     Args:
-        param_group: See `ReduceScatter`.
-        overlap: See `ReduceScatter`.
+        param_group: The parameter group.
+        overlap: Keeps the reduce-scatters in flight.
         link: Link of the ranks that share it.
         exact: Torch's own reduce-scatter, run if no plan is faster.
     """

@@ -96,7 +96,7 @@ class ShardNodes(ABC):
         rank: Index of this rank in the group.
 
     Attributes:
-        members: See above.
+        members: For each node, the indices of its ranks in the group.
         size: Number of ranks.
         place: Place of this rank in its node.
         planned: Plans of its collectives as this rank runs them; empty on CUDA.
@@ -171,7 +171,7 @@ class PlannedNodes(ShardNodes):
     """Ranks on CPUs: their collectives follow plans, in the lanes of a communicator's executor.
 
     Args:
-        members: See `ShardNodes`.
+        members: For each node, the indices of its ranks in the group; a rank's place is its position here.
         communicator: Connects all ranks of the group.
     """
 
@@ -308,8 +308,8 @@ class StreamNodes(ShardNodes):
     """Ranks on CUDA: both steps of a collective are issued at once on the current stream.
 
     Args:
-        members: See `ShardNodes`.
-        rank: See `ShardNodes`.
+        members: For each node, the indices of its ranks in the group; a rank's place is its position here.
+        rank: Index of this rank in the group.
         inside: Members of the step inside this node; None if this rank is the only one.
         between: Members of the step between nodes: this rank and its counterparts; None if there is one node.
         stats: Counts what is sent between nodes.
@@ -415,7 +415,7 @@ def find_nodes(
         hostname: Host name from the configuration; None takes the system's.
         flat: Whether to count each rank as a node of its own.
         communicator: Connects the same ranks, on a CPU; None (CUDA) makes groups of torch's.
-        torchs: On CUDA, serializes launches on torch's groups; see `TorchMembers`.
+        torchs: Serializes launches on torch's groups, on CUDA; None issues at once.
         stats: Counts what is sent on CUDA; on a CPU the communicator's executor has counters of its own.
     """
     if communicator is not None:

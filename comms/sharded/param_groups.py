@@ -233,7 +233,7 @@ class ShardedParamGroup:
 
     @property
     def gathers_again(self) -> bool:
-        """True while the gather in flight is the one before the backward pass, of the weights of the forward pass."""
+        """True if the all-gather in flight is the backward pass's, of the same weights as in the forward pass."""
         return cast(str, self._group._training_state.name) == "PRE_BACKWARD"
 
     @property

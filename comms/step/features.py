@@ -219,7 +219,7 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
         else:
             listeners.add(UNIT_RATES, UnitRates(communicator, consensus("units", config.timeout)))
     elif not config.elastic and communicator.size > 1:
-        if config.looks_at_links and len(communicator.cluster.nodes) > 1:
+        if config.probes_links and len(communicator.cluster.nodes) > 1:
             from gradwire.comms.links.quick_probe import quick_probe
 
             quick_probe(communicator)

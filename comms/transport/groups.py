@@ -204,7 +204,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         abort_reason: Returns the reason why another rank has aborted; None while none has.
         interface: Network interface for gloo; None leaves the choice to gloo.
         nccl_groups: Names, global ranks and the user's own group, for CUDA.
-        connections: See `GlooTransport`.
+        connections: Maps a round trip in seconds to the number of TCP connections for large messages; None: 1.
         ended: Says which ranks have ended, for those that wait for them to connect.
     """
 

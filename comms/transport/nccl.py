@@ -147,7 +147,7 @@ class NcclCalls:
         group: NCCL backend of torch.
         rank: This rank's index in the group.
         size: Number of ranks.
-        sums_in_switch: See `NcclTransport`.
+        sums_in_switch: Whether NCCL may sum in the NVSwitch; see `NcclTransport`.
     """
 
     def __init__(self, group: TorchGroup, rank: int, size: int, *, sums_in_switch: bool) -> None:
@@ -569,7 +569,7 @@ def connect(
         name: Name of the group in the flight recorder and logs.
         global_ranks: Ranks of the members in the default group.
         max_ctas: Largest number of thread blocks of a collective; None leaves it to NCCL.
-        sums_in_switch: See `NcclTransport`.
+        sums_in_switch: Whether NCCL may sum in the NVSwitch; see `NcclTransport`.
 
     Raises:
         RuntimeError: This torch has no NCCL.

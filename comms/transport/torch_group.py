@@ -532,7 +532,7 @@ def connect_gloo(
         timeout: Time-out of connecting and of every collective.
         abort_reason: Returns the reason why another rank has aborted; called about once a second during waits.
         interface: Name of a network interface of this host, such as `eth0`.
-        connections: See `GlooTransport`.
+        connections: Maps a round trip in seconds to the number of TCP connections for large messages; None: 1.
         peer_wait: Makes the liveness check while the other ranks connect; None checks the abort signal alone.
 
     Raises:
@@ -550,7 +550,7 @@ def connect_gloo(
 
 
 def connect_within(timeout: timedelta, peer_wait: PeerWait, connect: Callable[[], Result]) -> Result:
-    """Connects in another thread, until the time-out or until another rank has aborted or exited; so for MPI, too.
+    """Connects in another thread, for gloo or MPI, and waits until the time-out, or until a rank aborts or exits.
 
     Once all addresses are in the store, gloo waits five time-outs for a connection (`Pair::waitUntil` in its tcp
     transport), so a rank that published its address and died would delay the others as long. Gloo cannot be interrupted

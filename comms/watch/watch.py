@@ -292,6 +292,7 @@ def watch(
     global _watch
     if _watch is not None:
         return _watch
+    # Check the arguments, and have torch's flight recorder keep collectives: it reads its size when a group is made.
     if not (math.isfinite(stall_seconds) and stall_seconds > 0):
         raise ValueError(f"`stall_seconds` is {stall_seconds}; wanted a positive number of seconds")
     if not flight_recorder_size():

@@ -65,7 +65,7 @@ def waterfill_least(bits: int) -> int:
 
 
 def _widths_at(below: Tensor, level: Tensor, least: int) -> Tensor:
-    """Returns each block's code width at a water level: one bit more for each octave of the level above `below`."""
+    """Returns each block's bits per element at a water level: one more for each octave of the level above `below`."""
     widths = (((level - below) >> 3) + 1).clamp(least, MOST_WIDTH)
     return torch.where(below == _EMPTY, 0, widths)
 

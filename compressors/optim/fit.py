@@ -98,16 +98,19 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
     """
     chosen = {**options_of(use.name), **use.options}
     kind = type(optimizer).__name__
+    # Warn of a pair that is known to reach a higher loss, for compressors of any kind.
     cost = known_to_end_behind(use.name, chosen, kind)
     if cost:
         logger.warning("%s %s", use, cost)
     if use.name.partition("+")[0] not in WITH_MOMENTUM:
         return
+    # Compressors that apply momentum themselves fail under adaptive optimizers.
     if any(part in kind.lower() for part in ADAPTIVE):
         raise ValueError(
             f"`optimizer` is {kind} with {use}, which is known not to converge: its second moment would see "
             "the compressed gradient. Use SGD, or one of fp16, bf16, int8, int4, waterfill4, waterfill3, powersgd"
         )
+    # Momentum must be applied once, before the compression.
     outside = max((float(group.get(name) or 0.0) for group in groups for name in MOMENTUM), default=0.0)
     if outside and chosen.get("momentum"):
         remedy = "Call take_momentum(optimizer) and pass what it returns as `compressor_options`"

@@ -199,7 +199,7 @@ def test_a_switch_can_be_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def rate_of(config: Config) -> tuple[float | None, bool, bool]:
-    return config.given_rate, config.looks_at_links, config.measures_links
+    return config.given_rate, config.probes_links, config.measures_links
 
 
 def test_a_rate_is_given_or_says_how_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ def check(found: CudaSetup) -> None:
     Raises:
         CudaKernelsError: A part is missing, too old, or built for another CUDA; the message says what to install.
     """
+    # Torch: a build with CUDA, which sees a device.
     if found.torch_hip is not None:
         raise CudaKernelsError(
             f"no kernels for AMD's GPUs: torch was built for ROCm {found.torch_hip}, the CUDA kernels run on NVIDIA's "
@@ -65,6 +66,7 @@ def check(found: CudaSetup) -> None:
             f"no CUDA device: torch was built for CUDA {found.torch_cuda} but sees none; check "
             "`nvidia-smi` (a driver older than that CUDA shows no device) and CUDA_VISIBLE_DEVICES"
         )
+    # CuPy: installed, and built for the same major version of CUDA as torch.
     if found.cupy_cuda is None:
         raise CudaKernelsError(
             f"no CuPy ({found.cupy_problem}): the CUDA kernels are compiled and launched by it; "
@@ -75,6 +77,7 @@ def check(found: CudaSetup) -> None:
             f"CuPy was built for CUDA {_text(found.cupy_cuda)}, torch for CUDA {found.torch_cuda}: "
             f"`pip uninstall cupy-cuda{found.cupy_cuda // 1000}x`, then {install}"
         )
+    # Driver and device: recent enough for CuPy's CUDA and for the kernels.
     if found.driver // 1000 < found.cupy_cuda // 1000:
         raise CudaKernelsError(
             f"the driver supports CUDA {_text(found.driver)} at most, CuPy was built for CUDA "

@@ -85,7 +85,7 @@ def restore_each(
 
     Args:
         restore: `powersgd_restore` of one set of kernels.
-        flat: See `powersgd_restore_many`, as for all that follow.
+        flat: 1-D float32, the shard; its matrices are changed in place. All that follow as in `powersgd_restore_many`.
         new_residual: 1-D float32, overwritten with the compression errors; None discards them.
         matrices: Places of the matrices and of their factors.
         p: 1-D float32: all P.
