@@ -504,7 +504,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         # Options win over variables, but for the exceptions that the docstring names.
         given = values | options
         if options.get("elastic") is True and isinstance(values.get("elastic"), str):
-            given["elastic"] = values["elastic"]  # a newcomer runs the same script, and its variable names the job
+            given["elastic"] = values["elastic"]  # a joining process runs the same script; its variable names the job
         if given.get("compressor") is None and options.get("compressor_options"):
             raise ValueError(
                 f"`compressor_options` is {options['compressor_options']!r}, and no compressor is given; wanted "

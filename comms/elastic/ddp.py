@@ -25,7 +25,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.elastic.completed_steps import CompletedSteps
 from gradwire.comms.elastic.gradient_backup import GradientBackup, equalize_decoders
 from gradwire.comms.elastic.group import ElasticGroup
-from gradwire.comms.elastic.joining import Newcomer, Requests, described, find_job, job_key, request_admission
+from gradwire.comms.elastic.joining import JoiningProcess, Requests, described, find_job, job_key, request_admission
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.peer_info import packed, peer_infos
 from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
@@ -317,14 +317,14 @@ class ElasticTraining(StepListener):
         assert model is not None
         return model
 
-    def _check_newcomer(self, newcomer: Newcomer) -> None:
+    def _check_joining(self, process: JoiningProcess) -> None:
         """Checks, on rank 0 alone, that the job could go on with one more process.
 
         Raises:
             ValueError: The process does not fit: its placement, its network interface, or a state that cannot be sent.
         """
         assert self.resilient_ops is not None
-        _, name, packed_info = newcomer
+        _, name, packed_info = process
         membership = self.resilient_ops.membership
         known = peer_infos([*membership.view.members, name], {**membership.packed_infos, name: packed_info})
         cluster_of(known, self._state.config)
@@ -469,7 +469,7 @@ class ElasticTraining(StepListener):
         kept.wait()
         communicator.sync_current_stream()
         polls = self._requests is not None and communicator.rank == 0
-        found = self._requests.poll(self._check_newcomer) if polls and self._requests else 0
+        found = self._requests.poll(self._check_joining) if polls and self._requests else 0
         listed = torch.tensor([found], device=communicator.device)
         return resilient_ops.wait(communicator.all_reduce(listed))
 
@@ -478,10 +478,10 @@ class ElasticTraining(StepListener):
         if not self._listed or self._state._backward.in_step or self.resilient_ops is None or self._requests is None:
             return
         listed, self._listed = self._listed, 0
-        newcomers = self._requests.listed(listed)
-        self.resilient_ops.admit(newcomers, self._requests)
+        joining = self._requests.listed(listed)
+        self.resilient_ops.admit(joining, self._requests)
         began = time.perf_counter()
-        self._exchange_state([name for _, name, _ in newcomers])
+        self._exchange_state([name for _, name, _ in joining])
         self.resilient_ops.changes[-1].seconds["transfer"] = time.perf_counter() - began
         self.notify_change()
 

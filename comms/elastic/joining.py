@@ -49,14 +49,14 @@ MOST_REQUEST_NBYTES = 1 << 24
 MOST_PEER_INFO = 1 << 20
 """Largest number of characters of a process's peer info."""
 
-Newcomer = tuple[int, str, str]
+JoiningProcess = tuple[int, str, str]
 """A process that wants to join: number of its request, its name, and its peer info in the form of `packed`."""
 
-Fits = Callable[[Newcomer], None]
+Fits = Callable[[JoiningProcess], None]
 """Raises a ValueError if the running ranks cannot go on with this process."""
 
 
-_NEWCOMERS: MessageType[tuple[Newcomer, ...]] = MessageType(tuple[tuple[Count, str, str], ...], most_nbytes=1 << 28)
+_JOINING: MessageType[tuple[JoiningProcess, ...]] = MessageType(tuple[tuple[Count, str, str], ...], most_nbytes=1 << 28)
 """List of accepted requests that rank 0 puts into the store for all ranks."""
 
 
@@ -160,14 +160,14 @@ class _Request:
         heartbeat: Last value of the heartbeat counter of the process; None before the first.
         is_beating: Whether two different heartbeats were seen.
         changed: Time of the last new heartbeat, by time.monotonic().
-        newcomer: Content of the request; None before it has been read and found to fit.
+        process: Content of the request; None before it has been read and found to fit.
     """
 
     def __init__(self) -> None:
         self.heartbeat: int | None = None
         self.is_beating = False
         self.changed = time.monotonic()
-        self.newcomer: Newcomer | None = None
+        self.process: JoiningProcess | None = None
 
     def record(self, heartbeat: int) -> None:
         """Records the process's heartbeat counter, as the store has it now; a changed value is a sign of life."""
@@ -222,39 +222,39 @@ class Requests:
             )
             self._thread.start()
         with self._lock:
-            waiting = [each.newcomer for each in self._open.values() if each.newcomer is not None and each.is_alive]
+            waiting = [each.process for each in self._open.values() if each.process is not None and each.is_alive]
         fitting = []
-        for newcomer in waiting:
+        for process in waiting:
             try:
-                fits(newcomer)
+                fits(process)
             except Exception as error:  # noqa: BLE001 - whatever it is, those that train go on
-                self._refuse(newcomer[0], f"{error}" if isinstance(error, ValueError) else f"{error!r}")
+                self._refuse(process[0], f"{error}" if isinstance(error, ValueError) else f"{error!r}")
             else:
-                fitting.append(newcomer)
+                fitting.append(process)
         if not fitting:
             return 0
         listed = self._store.add("join/lists", 1)
         self._store.set(f"join/list/{listed}", json.dumps(fitting))
         return listed
 
-    def listed(self, number: int) -> list[Newcomer]:
+    def listed(self, number: int) -> list[JoiningProcess]:
         """Returns the processes of a list that rank 0 has put into the store.
 
         Args:
             number: Result of `poll` on rank 0.
         """
-        return list(_NEWCOMERS.read(self._store.get(f"join/list/{number}")))
+        return list(_JOINING.read(self._store.get(f"join/list/{number}")))
 
-    def answer(self, newcomers: Sequence[Newcomer], view: View, packed_infos: Mapping[str, str]) -> None:
+    def answer(self, joining: Sequence[JoiningProcess], view: View, packed_infos: Mapping[str, str]) -> None:
         """Sends each admitted process its rank and the members of its generation (on rank 0).
 
         Args:
-            newcomers: The processes of the list; those that are no members of `view` get no answer.
+            joining: The processes of the list; those that are no members of `view` get no answer.
             view: The generation that begins.
             packed_infos: Peer info of each member by name, in the form of `packed`.
         """
         known = {name: packed_infos[name] for name in view.members if name in packed_infos}
-        for number, name, _ in newcomers:
+        for number, name, _ in joining:
             if name in view.members:
                 word = {
                     "generation": view.generation,
@@ -299,13 +299,13 @@ class Requests:
                 self._drop(number)
                 continue
             request.record(self._store.add(f"join/{number}/heartbeat", 0))
-            if request.newcomer is None and self._store.check([f"join/{number}/request"]):
+            if request.process is None and self._store.check([f"join/{number}/request"]):
                 self._read(number, request)
             elif time.monotonic() - request.changed > (FORGOTTEN_SECONDS if request.is_beating else UNSEEN_SECONDS):
                 self._refuse(number, f"no heartbeat from it for {time.monotonic() - request.changed:.0f} s")
 
     def _read(self, number: int, request: _Request) -> None:
-        """Reads a request into `request.newcomer`, or refuses it if it cannot be read or differs from the job.
+        """Reads a request into `request.process`, or refuses it if it cannot be read or differs from the job.
 
         Args:
             number: Number of the request in the store.
@@ -316,13 +316,13 @@ class Requests:
         """
         try:
             word = _REQUEST.read(self._store.read(f"join/{number}/request"))
-            newcomer = (number, word.name, word.peer_info)
+            process = (number, word.name, word.peer_info)
             for name, value in self._shared.items():
                 if word.shared.get(name) != value:
                     found = word.shared.get(name)
                     raise ValueError(f"`{name}` is {found} here and {value} in the running job; wanted the same")
             check_model(word.model, self._model)
-            unpacked(newcomer[2])
+            unpacked(process[2])
         except MessageError as error:
             self._refuse(number, f"its request cannot be read: {error}")
         except ValueError as error:
@@ -332,7 +332,7 @@ class Requests:
         except Exception as error:  # noqa: BLE001 - a request that no gradwire of this version has written
             self._refuse(number, f"its request cannot be read: {error!r}")
         else:
-            request.newcomer = newcomer
+            request.process = process
 
     def _refuse(self, number: int, reason: str) -> None:
         """Answers a request with the reason why it is refused, and logs it."""

@@ -248,13 +248,13 @@ class Membership:
         )
         return self._current.view
 
-    def admit(self, newcomers: Mapping[str, str]) -> View:
+    def admit(self, joining: Mapping[str, str]) -> View:
         """Enters a generation of the present ranks and new ones; all present ranks call it at the same point.
 
         If a rank fails meanwhile, the generation entered may be one without that rank and without the new ones.
 
         Args:
-            newcomers: Name -> peer info (in the form of `packed`) of the new processes, in the order of their ranks.
+            joining: Name -> peer info (in the form of `packed`) of the new processes, in the order of their ranks.
 
         Returns:
             The generation entered, seen from this rank.
@@ -264,7 +264,7 @@ class Membership:
         """
         generation, key = self._current, f"{self.view.generation}/members"
         if self.view.rank == 0:
-            word = {"left": list(range(self.view.size)), "joined": dict(newcomers)}
+            word = {"left": list(range(self.view.size)), "joined": dict(joining)}
             self._store.compare_set(key, "", json.dumps(word))
         deadline = time.monotonic() + self._timeout.total_seconds()
         while self._latest is generation and generation.failures.first is None:

@@ -28,7 +28,7 @@ from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureRe
 from gradwire.comms.bootstrap.failures import FAILED, Failures, PeerFailure
 from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, FailurePolicy
-from gradwire.comms.elastic.joining import Newcomer, Requests
+from gradwire.comms.elastic.joining import JoiningProcess, Requests
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
@@ -345,14 +345,14 @@ class ResilientOps:
         if (failure := self.membership.failures.first) is not None:
             self._recover(RuntimeError(failure.reason), None)
 
-    def admit(self, newcomers: Sequence[Newcomer], requests: Requests) -> bool:
+    def admit(self, joining: Sequence[JoiningProcess], requests: Requests) -> bool:
         """Enters a generation with new processes; all ranks call it between the same two operations.
 
         A rank that took the last result from others does not try: the others, which were ahead, tried to admit the
         processes without it, which failed, and have gone on without them.
 
         Args:
-            newcomers: The processes that join.
+            joining: The processes that join.
             requests: Queue of their requests, which rank 0 answers.
 
         Returns:
@@ -361,15 +361,15 @@ class ResilientOps:
         Raises:
             EvictedError: The other ranks go on without this one, or no rank is left to go on with.
         """
-        names = [name for _, name, _ in newcomers]
+        names = [name for _, name, _ in joining]
         # A rank that took the last result from others missed their attempt to admit these processes.
         if self.by_itself and not set(names) & set(self.view.members):
             self._waits_since = time.monotonic()
             try:
                 watch = _Stopwatch()
-                view = self.membership.admit({name: info for _, name, info in newcomers})
+                view = self.membership.admit({name: info for _, name, info in joining})
                 if view.rank == 0:
-                    requests.answer(newcomers, view, self.membership.packed_infos)
+                    requests.answer(joining, view, self.membership.packed_infos)
                 watch.lap("agree")
                 self.communicator.close()
                 watch.lap("close")

@@ -256,10 +256,10 @@ def test_nobody_joins_any_more_and_who_waits_is_told(monkeypatch: pytest.MonkeyP
             raise PLANTED
 
     monkeypatch.setattr(requests, "_poll_store", fail_later)
-    assert requests.poll(lambda newcomer: None) == 0
+    assert requests.poll(lambda process: None) == 0
     ended.get(timeout=SECONDS)
     assert b"planted" in store.get("join/1/answer")
-    assert requests.poll(lambda newcomer: None) == 0
+    assert requests.poll(lambda process: None) == 0
 
 
 @pytest.mark.parametrize("call", ["_accept", "_echo_packets"])

@@ -259,7 +259,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         ).encode(),
     ),
     "a table of peer_infos": (lambda said: PeerInfos.unpack("", said)[0], PeerInfos.of([PEER_INFO] * 3, "").pack()),
-    "what a newcomer says of itself": (
+    "the peer info of a joining process": (
         lambda said: peer_info.unpacked(said.decode("latin1")),
         peer_info.packed(PEER_INFO).encode(),
     ),
@@ -271,7 +271,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         joining._ANSWER.read,
         json.dumps({"generation": 3, "rank": 1, "members": ["a", "b"], "packed_infos": {"a": "x"}}).encode(),
     ),
-    "a list of newcomers": (joining._NEWCOMERS.read, json.dumps([[1, "a", "x"]]).encode()),
+    "a list of joining processes": (joining._JOINING.read, json.dumps([[1, "a", "x"]]).encode()),
     "the members": (membership._MEMBERS.read, json.dumps({"left": [0, 2], "joined": {"a": "x"}}).encode()),
     "ranks that are gone": (membership._RANKS.read, b"[1, 5]"),
     "a note of residuals": (residual_notes._NOTE.read, b"[20, 1.5]"),

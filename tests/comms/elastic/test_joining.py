@@ -1,4 +1,4 @@
-"""Law: whatever a newcomer is, or lacks, those that train go on, and it is told in words why it is refused."""
+"""Law: whatever a joining process is, or lacks, those that train go on, and it gets the reason why it is refused."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms.bootstrap.compat import HashStore, TCPStore
 from gradwire.comms.elastic import joining
-from gradwire.comms.elastic.joining import Newcomer, Requests, request_admission
+from gradwire.comms.elastic.joining import JoiningProcess, Requests, request_admission
 from gradwire.comms.elastic.membership import EvictedError, View
 from gradwire.comms.elastic.peer_info import packed
 from gradwire.comms.elastic.transfer import check_state
@@ -108,7 +108,7 @@ def test_a_number_of_numpy_is_handed_over() -> None:
     check_state(lambda: {"carried": [{"last_lr": [np.float64(0.1)], "steps": np.int64(3)}]})
 
 
-def fits(newcomer: Newcomer) -> None:
+def fits(process: JoiningProcess) -> None:
     """Whoever it is."""
 
 
@@ -171,10 +171,10 @@ def test_who_is_killed_between_its_two_writes_keeps_nobody_out() -> None:
             answered.append(request_admission(store, {"plan": "auto"}, TIMEOUT, peer_info(), MODEL)[0])
             return
         listed = look(requests, lambda: False)
-        newcomers = requests.listed(listed)
-        assert [number for number, _, _ in newcomers] == [3]
-        view = View(1, 0, ("rank 0", newcomers[0][1]))
-        requests.answer(newcomers, view, {"rank 0": peer_info(), newcomers[0][1]: newcomers[0][2]})
+        processes = requests.listed(listed)
+        assert [number for number, _, _ in processes] == [3]
+        view = View(1, 0, ("rank 0", processes[0][1]))
+        requests.answer(processes, view, {"rank 0": peer_info(), processes[0][1]: processes[0][2]})
 
     run_ranks(2, rank)
     assert (answered[0].rank, answered[0].generation) == (1, 1)
