@@ -47,7 +47,7 @@ class Collective:
     """
 
     op: str
-    """`all_reduce`, `all_to_all` or `all_gather`: the method of a transport that carries it out."""
+    """`all_reduce`, `all_to_all` or `all_gather`: the method of a transport that runs it."""
     tensors: tuple[Tensor, ...]
     """`all_reduce`: (tensor,), replaced by its sum over the ranks, the same bits on all of them. `all_to_all`: (output,
     source) of one shape; the r-th of `size` equal parts of `source` goes to rank r. `all_gather`: (output, source);
@@ -57,7 +57,7 @@ class Collective:
     `all_to_all`: parts of `source`; `output` (size times the rows of this rank's part) receives this rank's part from
     every rank, in rank order. `all_gather`: parts of `output`; `source` is this rank's part."""
     as_ring: bool = False
-    """True if an all_reduce over unequal parts, which the caller carries out as several collectives, must give the same
+    """True if an all_reduce over unequal parts, which the caller runs as several collectives, must give the same
     bits as the transport's own all_reduce."""
 
 

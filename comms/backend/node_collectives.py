@@ -26,11 +26,11 @@ class _Call:
     """Holds one collective in the queue of the thread, and its result.
 
     Args:
-        run: Carries the collective out on the group in shared memory, and fills `outputs`.
+        run: Runs the collective on the group in shared memory, and fills `outputs`.
         outputs: Tensors that are filled.
 
     Attributes:
-        run: Carries the collective out.
+        run: Runs the collective.
         outputs: Tensors that are filled.
         done: Future of the filled outputs or, as its value, of the exception that the collective raised.
     """
@@ -47,6 +47,8 @@ class NodeCollectives:
     Every rank makes one, and calls the same methods in the same order. Tensors are on the CPU, with any strides; they
     must not be touched until the returned future is done, whose value is the list of filled tensors. The methods raise
     RuntimeError after `close`; all other errors are raised by the future.
+
+    Thread safety: one thread issues collectives; `abort` may be called from any thread.
 
     Args:
         communicator: Communicator of the ranks of the group, all on one node. It is aborted if a collective here fails
@@ -199,7 +201,7 @@ class NodeCollectives:
         """Queues a collective, and starts the thread at the first call.
 
         Args:
-            run: Carries the collective out; called on the thread.
+            run: Runs the collective; called on the thread.
             outputs: Tensors that it fills.
 
         Returns:

@@ -209,6 +209,8 @@ class PackedWork(WatchedWork):
     Not every work of gloo has a future (reduce_scatter's has none), so the results are copied back by the first call of
     `wait`, `is_completed` or `result` that finds the collective done, or by the future.
 
+    Thread safety: all methods may be called from any thread.
+
     Args:
         work: Work of the collective on the copies.
         finish: Copies the results back, and returns the user's output tensors; called once.

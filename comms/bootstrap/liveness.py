@@ -77,6 +77,8 @@ class Heartbeat:
     A thread of its own sends them, so that they go on while the ring's thread waits for the store. If that thread was
     held up, the whole process was, or its machine. The neighbours may have been, too, and their time starts again.
 
+    Thread safety: `end` may be called from any thread, all other methods from the ring's thread.
+
     Args:
         rank: This rank.
         connections: Connections of this rank.

@@ -184,6 +184,9 @@ class _Request:
 class Requests:
     """Collects the requests of processes that want to join the running job.
 
+    Thread safety: `close` may be called from any thread, all other methods from the training thread. A thread of its
+    own polls the store.
+
     Args:
         store: Store of the membership.
         timeout: Longest wait for a key that another rank sets.

@@ -141,6 +141,8 @@ class Membership:
     The threads of the rings enter each new generation at once, even while the training thread computes; that thread
     follows with `next`.
 
+    Thread safety: the training thread calls all methods; `close` may be called from any thread.
+
     Args:
         store: Store of all present and future ranks, with a prefix that is unique to this start of the job.
         view: Members of the first generation.

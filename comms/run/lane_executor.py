@@ -56,7 +56,7 @@ class _ChunkJob(LaneJob):
 
 
 class LaneExecutor(Executor):
-    """Runs all-reduces in one thread for each lane, on a CPU.
+    """Runs all-reduces in one thread for each lane, on a CPU; for thread safety see `Executor`.
 
     Args:
         name: Name of the threads.
