@@ -242,7 +242,7 @@ class LivenessRing:
     def poll_closed(self) -> None:
         """Add ranks whose connections have ended to `closed`, without waiting for any.
 
-        Only for the ring's thread, from `on_failure` on, when the ring itself no longer reads.
+        Called only from the ring's thread, after `on_failure` was called: the ring itself no longer reads then.
         """
         assert self._connections.selector is not None
         for key, _ in self._connections.selector.select(0):

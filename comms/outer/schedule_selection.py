@@ -149,7 +149,7 @@ class ScheduleSelection:
         self._ends: deque[float] = deque(maxlen=MEASURED_STEPS + 1 - START_UP_STEPS)
 
     def step_ended(self) -> None:
-        """Measures a step; after `MEASURED_STEPS` steps all ranks choose."""
+        """Measures the duration of a step; after `MEASURED_STEPS` steps all ranks choose the missing settings."""
         self._exchange.steps += 1
         self._ends.append(time.perf_counter())
         if self._exchange.steps >= MEASURED_STEPS:

@@ -515,7 +515,7 @@ def _how_to_replicate(param_groups: Sequence[ShardedParamGroup]) -> str:
 
 
 def _names(model: nn.Module, param_groups: Sequence[ShardedParamGroup]) -> ShardNames:
-    """Returns the names of all sharded parameters; puts the shards back in the place of whole parameters before."""
+    """Returns the names of all sharded parameters, after resharding modules that hold whole ones."""
     for param_group in param_groups:
         param_group.reshard()
     return ShardNames({id(parameter): name for name, parameter in model.named_parameters()}, param_groups)

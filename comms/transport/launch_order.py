@@ -209,7 +209,7 @@ class Devices:
             serializer.wait_for_others(None)
 
     def leave(self, issuer: Issuer) -> None:
-        """Removes an issuer whose communicator is closed."""
+        """Removes a communicator that is closed from the launch order of its device."""
         issuer.serializer = None
         for index, issuers in self._issuers.items():
             issuers.discard(issuer)
