@@ -331,9 +331,7 @@ def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
                 "ranks that saved it"
             )
         # The residuals are in the weights; momenta and factors of other shards build up again.
-        log.info(
-            "a flushed state of %s ranks in a job of %d: the compressor starts without residuals", job["size"], size
-        )
+        log.info("a flushed state of %s ranks in a job of %d: no residuals are loaded", job["size"], size)
         return None
     if rank_key(rank) not in saved:
         ranks = ", ".join(sorted(key.removeprefix(PREFIX + "rank") for key in saved if key != JOB))

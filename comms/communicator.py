@@ -361,7 +361,7 @@ class Communicator:
             rank_plan = self.rank_plans.unlisted(numel, dtype)
         # Move compression state if the parameters of this bucket have moved since it was last reduced.
         if layout is not None and held is not None and layout not in held.migrated and held.has_moved(layout):
-            if not held.same_placement:
+            if not held.as_saved:
                 _share(self, layout, whole=not rank_plan.shares_ownership)
             self.executor.migrate(layout, rank_plan, self.device, ask=held.asks)
         self.executor.start(all_reduce, rank_plan, scale, flush, hold=hold, after=after)
@@ -390,9 +390,7 @@ class Communicator:
             self.executor.stats.add(SPARSE_PHASE + place, f"sparse {op}", level, logical_nbytes, wire_nbytes)
 
         self.executor.stats.all_reduces += 1
-        steps = sum_sparse(
-            bucket.flat, self._groups, self.rank, sharing, scale=scale, as_dense=as_dense, count_sent=count
-        )
+        steps = sum_sparse(bucket.flat, self._groups, self.rank, sharing, scale=scale, as_dense=as_dense, count=count)
         self.executor.start_steps(bucket, "the sum of a sparse gradient", steps, LANES)
 
     @contextmanager
@@ -585,13 +583,13 @@ class Communicator:
         name = "exact" if idle else chooser.compressed_name()
         return f"{name} {' '.join(','.join(map(str, node)) for node in nodes)}"
 
-    def state_loaded(self, *, same_placement: bool = True) -> None:
+    def state_loaded(self, *, as_saved: bool = True) -> None:
         """Records that the compressor's state was replaced; all ranks call it, between two steps.
 
         Args:
-            same_placement: True if the state was saved with the placement that ranks have now; the same on all ranks.
+            as_saved: True if the state was saved with the placement that ranks have now; the same on all ranks.
         """
-        self._held = _state_layouts(self.compressor, loaded=True, same_placement=same_placement)
+        self._held = _state_layouts(self.compressor, loaded=True, as_saved=as_saved)
         # The boundaries of shards may be part of the compressor's state.
         self.rank_plans.clear()
 
@@ -752,21 +750,19 @@ def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
                     store.adopt(part, values)
 
 
-def _state_layouts(
-    compressor: Compressor | None, *, loaded: bool, same_placement: bool = True
-) -> "StateLayouts | None":
+def _state_layouts(compressor: Compressor | None, *, loaded: bool, as_saved: bool = True) -> "StateLayouts | None":
     """Makes the record of the layouts that a compressor has state for; None without a compressor.
 
     Args:
         compressor: The compressor.
         loaded: True if its state was loaded or comes from other ranks.
-        same_placement: True if that state was saved with the placement that ranks have now.
+        as_saved: True if that state was saved with the placement that ranks have now.
     """
     if compressor is None:
         return None
     from gradwire.comms.migration import StateLayouts  # here: exact gradients leave nothing behind
 
-    return StateLayouts(traits_of(compressor).dtypes, loaded=loaded, same_placement=same_placement)
+    return StateLayouts(traits_of(compressor).dtypes, loaded=loaded, as_saved=as_saved)
 
 
 def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int] | None:

@@ -54,7 +54,7 @@ class Compression:
         placement: Plan and ranks of each node that a saved state belongs to; see `Communicator.placement`.
         unused: Names of parameters whose averages DDP ignores in the current step, the same on all ranks. Their
             residuals stay as they are.
-        same_placement: Whether the loaded state was saved with the placement that ranks have now.
+        as_saved: Whether the loaded state was saved with the placement that ranks have now.
         loaded: Entries of the loaded state that must be equal on all ranks, as text by name.
     """
 
@@ -69,7 +69,7 @@ class Compression:
         self.compressor: Compressor = make_composite(name, options, rules)
         self.flushing = False
         self.unused: Collection[str] = ()
-        self.placement, self.same_placement = "", True
+        self.placement, self.as_saved = "", True
         self.loaded: Mapping[str, str] = {"state": "not loaded"}
         self._rank = rank
         self._size = size
@@ -222,7 +222,7 @@ class Compression:
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Restores a state that `state_dict` returned on the same rank of the same number of ranks.
 
-        It also sets `same_placement` and `loaded`, by which ranks find out whether they have loaded the same state.
+        It also sets `as_saved` and `loaded`, by which ranks find out whether they have loaded the same state.
 
         Args:
             state: Saved state of this rank.
@@ -253,7 +253,7 @@ class Compression:
         except (TypeError, KeyError, OverflowError, AttributeError) as error:
             raise ValueError(f"`state` is damaged in what the compressor saved: {error}; {INSTEAD}") from error
         # Keep the transfers for the next step, and the facts that ranks compare.
-        self.same_placement = placement == self.placement
+        self.as_saved = placement == self.placement
         self._undecided = None
         self._saved_transfers = transfers if transfers.numel() else None
         facts = self.progress() | {"placement": placement, "transfers": str(transfers.tolist())}

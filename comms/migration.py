@@ -97,22 +97,20 @@ class StateLayouts:
     Args:
         dtypes: Dtypes of buckets that have state; see `CompressorTraits.dtypes`.
         loaded: True if the state was loaded or comes from other ranks, so that its layouts are not known here.
-        same_placement: True if the state was saved with the placement that ranks have now, so that each node has all
+        as_saved: True if the state was saved with the placement that ranks have now, so that each node has all
             state that payloads are decoded with.
 
     Attributes:
         dtypes: Dtypes of buckets that have state.
-        same_placement: True if the state was saved with the placement that ranks have now.
+        as_saved: True if the state was saved with the placement that ranks have now.
         migrated: Layouts whose state is with its owners.
         asks: After `has_moved` has returned True: whether the ranks of the node shall ask each other before they move
             the state; see `ask` of `migrate`.
     """
 
-    def __init__(
-        self, dtypes: Collection[torch.dtype] | None, *, loaded: bool = False, same_placement: bool = True
-    ) -> None:
+    def __init__(self, dtypes: Collection[torch.dtype] | None, *, loaded: bool = False, as_saved: bool = True) -> None:
         self.dtypes = dtypes
-        self.same_placement = same_placement
+        self.as_saved = as_saved
         self.asks = False
         self._loaded = loaded
         self._layout_of: dict[str, Layout] = {}

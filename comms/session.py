@@ -47,7 +47,7 @@ FUSION_TIMEOUT = timedelta(seconds=30)
 GRADIENT_NBYTES = 4
 """Bytes of a gradient element in estimates of a model's gradient size: float32."""
 
-UNKNOWN_RESIDUALS = (
+UNUSABLE = (
     "{found}, and `state` holds residuals that would be lost: set the one that saved it, or call state.flush() and "
     "train one more step before saving"
 )
@@ -281,7 +281,7 @@ class AveragingSession:
         if self.compression is not None:
             with self.communicator.exclusive():
                 self.compression.load_state_dict(own)
-            self.communicator.state_loaded(same_placement=self.compression.same_placement)
+            self.communicator.state_loaded(as_saved=self.compression.as_saved)
 
 
 class GradientSession(AveragingSession):
@@ -619,7 +619,7 @@ class TrainingState(Generic[S]):
             ValueError: No compressor is set.
         """
         if not _compresses(self.config):
-            raise ValueError(UNKNOWN_RESIDUALS.format(found=NO_COMPRESSOR))
+            raise ValueError(UNUSABLE.format(found=NO_COMPRESSOR))
 
     @property
     def _keeps(self) -> bool:

@@ -355,10 +355,8 @@ class ElasticTraining(StepListener):
         peer_info, own = packed(PeerInfo.here(0, 1, self._state.config, device)), described(self._bound().module)
         rehearse()
         for attempt in range(MOST_ATTEMPTS):
-            view, packed_infos = request_admission(
-                store, self._shared(device), self._state.config.timeout, peer_info, own
-            )
-            membership = Membership(store, view, self._state.config.timeout, packed_infos)
+            view, infos = request_admission(store, self._shared(device), self._state.config.timeout, peer_info, own)
+            membership = Membership(store, view, self._state.config.timeout, infos)
             try:
                 policy = failure_policy_of(view, membership, self._state.config.timeout)
                 peers = SessionRanks(membership.store, "hook", view.rank, view.size, None, policy)

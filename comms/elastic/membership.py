@@ -109,28 +109,26 @@ class GenerationStore(PollingStore):
     Args:
         store: Store that holds the keys.
         timeout: Longest wait for a key; see `PollingStore`.
-        abort_reason: Returns the reason why the generation is over; None as long as it is not.
+        aborted: Returns the reason why the generation is over; None as long as it is not.
         ranks: Number of ranks that poll the store; see `PollingStore`.
     """
 
-    def __init__(
-        self, store: Store, timeout: timedelta, abort_reason: Callable[[], str | None], *, ranks: int = 1
-    ) -> None:
+    def __init__(self, store: Store, timeout: timedelta, aborted: Callable[[], str | None], *, ranks: int = 1) -> None:
         super().__init__(store, timeout, ranks=ranks)
-        self._abort_reason = abort_reason
+        self._aborted = aborted
 
     def within(self, timeout: timedelta) -> "GenerationStore":
         """Returns a store of the same keys over the same connection, with another time-out."""
-        return GenerationStore(self._store, timeout, self._abort_reason, ranks=self._ranks)
+        return GenerationStore(self._store, timeout, self._aborted, ranks=self._ranks)
 
     def below(self, prefix: str) -> "GenerationStore":
         """Returns a store of the keys that begin with `prefix/`, over the same connection."""
         timeout = timedelta(seconds=self._seconds)
-        return GenerationStore(PrefixStore(prefix, self._store), timeout, self._abort_reason, ranks=self._ranks)
+        return GenerationStore(PrefixStore(prefix, self._store), timeout, self._aborted, ranks=self._ranks)
 
     def _ask(self, description: str, request: Callable[[], Result], seconds: float | None = None) -> Result:
         """Makes a request unless the generation is over; raises the reason as a `PeerError` then."""
-        if reason := self._abort_reason():
+        if reason := self._aborted():
             raise PeerError(reason)
         return super()._ask(description, request, seconds)
 
@@ -216,9 +214,7 @@ class Membership:
         try:
             first = PeerFailure.unpacked(self._store.read(f"{view.generation}/abort")).reported_by
         except RuntimeError as error:
-            log.debug(
-                "the reporter of the failure of generation %d cannot be read from the store: %s", view.generation, error
-            )
+            log.debug("the store does not answer who reported generation %d as over: %s", view.generation, error)
             return True
         return first == view.rank
 

@@ -171,7 +171,7 @@ class PairedExchanges:
         if place == 0:
             self._call("connecting", self._connect)
         missing = _numbers(place == 0 and self._rail is None)
-        self.is_possible = not _sum_over_ranks(communicator, missing).any()
+        self.is_possible = not _summed(communicator, missing).any()
 
     def run(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int, float, float]]:
         """Exchanges `nbytes` between the nodes of each pair, in all pairs at once; every rank calls it.
@@ -192,10 +192,10 @@ class PairedExchanges:
             rail, other = self._rail, partner
             seen = self._call(
                 f"exchanging with node {other}",
-                lambda: rail.listening(lambda: timed_exchange(rail, other, nbytes, DRAIN_NBYTES)),
+                lambda: rail.listening(lambda: timed(rail, other, nbytes, DRAIN_NBYTES)),
             )
             table[communicator.rank] = _numbers(*seen)
-        table = _sum_over_ranks(communicator, table)
+        table = _summed(communicator, table)
         found = []
         for one, other in pairs:
             ranks = [*self._nodes[one], *self._nodes[other]]
@@ -208,7 +208,7 @@ class PairedExchanges:
         wrong = False
         if (rail := self._rail) is not None:
             wrong = not self._call("a trial sum", lambda: sums_as_rings(rail))
-        return not _sum_over_ranks(self._communicator, _numbers(wrong)).any()
+        return not _summed(self._communicator, _numbers(wrong)).any()
 
     def partner(self, pairs: Sequence[tuple[int, int]]) -> int | None:
         """Returns the node that this rank's node is paired with; None if it is in no pair.
@@ -243,7 +243,7 @@ class PairedExchanges:
         return returned[0]
 
 
-def timed_exchange(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
+def timed(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
     """Returns (seconds of an exchange with another rank, seconds of an exchange of a single element).
 
     Args:
@@ -272,7 +272,7 @@ def _numbers(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-def _sum_over_ranks(communicator: Communicator, flat: torch.Tensor) -> torch.Tensor:
+def _summed(communicator: Communicator, flat: torch.Tensor) -> torch.Tensor:
     """Returns the sum of a tensor over all ranks, with the same bits on all of them; every rank calls it.
 
     Args:

@@ -203,7 +203,7 @@ class FragmentAveraging:
         self.alone = communicator.size == 1
         if self.compression is not None:
             self.compression.renumber(communicator.rank, communicator.size)
-            communicator.state_loaded(same_placement=False)  # a failed worker may have held a part of its node's state
+            communicator.state_loaded(as_saved=False)  # a failed worker may have held a part of its node's state
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives all ranks rank 0's values, in place.

@@ -394,9 +394,7 @@ class OuterExchange:
         self._commit_or_drop(pending)
         self._pending = None
         if pending.finite:
-            fragment.apply_average(
-                pending.flat, pending.sent, None if self.settings.warms_up(self.begun) else self.settings
-            )
+            fragment.apply(pending.flat, pending.sent, None if self.settings.warms_up(self.begun) else self.settings)
         self.done += bool(pending.finite)
         self.skipped += not pending.finite
         if not self.averaging.alone:

@@ -227,7 +227,7 @@ class Fragment:
         else:
             native.outer_set_out(runs, self.anchor.data_ptr(), sent.data_ptr(), flat.data_ptr())
 
-    def apply_average(self, mean: Tensor, sent: Tensor | None, settings: OuterSettings | None) -> None:
+    def apply(self, mean: Tensor, sent: Tensor | None, settings: OuterSettings | None) -> None:
         """Applies the average of an exchange to the anchor and the parameters, in one pass over memory if possible.
 
         Does what `update` and then `add_progress` do, with the same bits.

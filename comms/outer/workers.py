@@ -121,21 +121,19 @@ def peers_of(
     return own, worker
 
 
-def shard_groups(holdings: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]:
+def shard_groups(held: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]:
     """Returns groups of ranks that hold the same shards.
 
     Args:
-        holdings: (Key of its shards, ranks of its worker) of each rank, in rank order.
+        held: (Key of its shards, ranks of its worker) of each rank, in rank order.
 
     Raises:
         ValueError: A group has no rank of some worker: workers have different sizes or are sharded differently.
     """
-    groups = {
-        key: [rank for rank, (each, _) in enumerate(holdings) if each == key] for key, _ in dict.fromkeys(holdings)
-    }
-    workers = {worker for _, worker in holdings}
+    groups = {key: [rank for rank, (each, _) in enumerate(held) if each == key] for key, _ in dict.fromkeys(held)}
+    workers = {worker for _, worker in held}
     for ranks in groups.values():
-        if {holdings[rank][1] for rank in ranks} != workers:
+        if {held[rank][1] for rank in ranks} != workers:
             sizes = ", ".join(str(len(worker)) for worker in sorted(workers))
             raise ValueError(
                 f"`model` is sharded over workers of {sizes} ranks, and no rank of some worker holds the shards of "

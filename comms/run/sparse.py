@@ -34,7 +34,7 @@ KEY_NBYTES = 8
 
 AUTO = "auto"
 
-CountSent = Callable[[int, str, int, float], None]
+Count = Callable[[int, str, int, float], None]
 """Function that counts a collective: (index in `LANES`, operation, bytes of gradient, bytes sent)."""
 
 
@@ -125,14 +125,7 @@ def check_sparse(sparse: Tensor) -> None:
 
 
 def sum_sparse(
-    sparse: Tensor,
-    groups: Groups,
-    rank: int,
-    sharing: Sharing,
-    *,
-    scale: float,
-    as_dense: bool | str,
-    count_sent: CountSent,
+    sparse: Tensor, groups: Groups, rank: int, sharing: Sharing, *, scale: float, as_dense: bool | str, count: Count
 ) -> Generator[Hop, None, Tensor]:
     """Sums a sparse tensor over all ranks: a coroutine that passes through `LANES`.
 
@@ -143,7 +136,7 @@ def sum_sparse(
         sharing: Assignment of rows to owners, seen from this rank.
         scale: Factor on every rank's contribution.
         as_dense: Whether rows are sent between the nodes as a dense tensor; "auto" decides by the number of bytes.
-        count_sent: Called for each collective, to count what this rank sends.
+        count: Called for each collective, to count what this rank sends.
 
     Returns:
         The coalesced sum, the same bits on all ranks. It holds every row that at least one rank has, even if its values
@@ -154,14 +147,14 @@ def sum_sparse(
     sparse_dim, shape = sparse.sparse_dim(), sparse.shape
     own = _rows(sparse, scale)
     if len(node) > 1:
-        own = _to_owners(own, groups[LANES[0], node], sharing.owners, count_sent)
+        own = _to_owners(own, groups[LANES[0], node], sharing.owners, count)
     if len(rail) > 1:
-        own = yield from _between(own, groups, rail, _owned(sharing, rank, shape[:sparse_dim]), as_dense, count_sent)
+        own = yield from _between(own, groups, rail, _owned(sharing, rank, shape[:sparse_dim]), as_dense, count)
     else:
         yield Hop(LANES[1], ())
         yield Hop(LANES[2], ())
     if len(node) > 1:
-        own = _to_all(own, groups[LANES[2], node], count_sent)
+        own = _to_all(own, groups[LANES[2], node], count)
     places = torch.stack(torch.unravel_index(own.keys, shape[:sparse_dim]))
     values = own.values.view(-1, *shape[sparse_dim:])
     return torch.sparse_coo_tensor(
@@ -216,14 +209,14 @@ def _counts(transport: Transport, own: Sequence[int], like: Tensor) -> tuple[Ten
     return found, transport.all_gather(found, source)
 
 
-def _to_owners(own: Rows, transport: Transport, owners: int, count_sent: CountSent) -> Rows:
+def _to_owners(own: Rows, transport: Transport, owners: int, count: Count) -> Rows:
     """Sends each row to its owner on this node, and returns the sum of the rows that this rank receives.
 
     Args:
         own: Rows of this rank.
         transport: Transport of the node's ranks.
         owners: Number of owners on each node; see `Sharing`.
-        count_sent: Counts what is sent.
+        count: Counts what is sent.
 
     Returns:
         Sums of the rows that this rank owns; none on a rank that is no owner.
@@ -242,13 +235,13 @@ def _to_owners(own: Rows, transport: Transport, owners: int, count_sent: CountSe
     got_keys, got_values = torch.empty_like(keys), torch.empty_like(values)
     transport.all_to_all(got_keys, keys).wait()
     transport.all_to_all(got_values, values).wait()
-    count_sent(0, ALL_TO_ALL, own.nbytes, (keys.nbytes + values.nbytes) * (size - 1) / size)
+    count(0, ALL_TO_ALL, own.nbytes, (keys.nbytes + values.nbytes) * (size - 1) / size)
     mine = [each[transport.rank] for each in counts]
     return _summed([Rows(got_keys[place, :count], got_values[place, :count]) for place, count in enumerate(mine)])
 
 
 def _between(
-    own: Rows, groups: Groups, rail: tuple[int, ...], owned: range, as_dense: bool | str, count_sent: CountSent
+    own: Rows, groups: Groups, rail: tuple[int, ...], owned: range, as_dense: bool | str, count: Count
 ) -> Generator[Hop, None, Rows]:
     """Sums the rows of an owner over the nodes: a coroutine that ends in the last of `LANES`.
 
@@ -258,7 +251,7 @@ def _between(
         rail: Owners of the same rows on all nodes.
         owned: Keys of all rows that these ranks own.
         as_dense: Whether rows are sent as a dense tensor; "auto" decides by the number of bytes.
-        count_sent: Counts what is sent.
+        count: Counts what is sent.
     """
     size, width, element_nbytes = len(rail), own.values.shape[1], own.values.element_size()
     counts: list[int] = []
@@ -276,12 +269,12 @@ def _between(
         # A last column counts the nodes that have the row: what adds up to zero is a row of the sum all the same.
         dense = own.values.new_zeros((len(owned), width + 1))
         dense[(own.keys - owned.start) // owned.step] = torch.nn.functional.pad(own.values, (0, 1), value=1.0)
-        count_sent(BETWEEN, ALL_REDUCE, own.nbytes, 2 * (size - 1) / size * dense.nbytes)
+        count(BETWEEN, ALL_REDUCE, own.nbytes, 2 * (size - 1) / size * dense.nbytes)
         yield Hop(LANES[2], (transport.all_reduce(dense.view(-1)),))
         there = dense[:, width].nonzero().view(-1)
         return Rows(there * owned.step + owned.start, dense[there, :width])
     parts, works = _gathered(own, transport, counts)
-    count_sent(BETWEEN, ALL_GATHER, own.nbytes, own.nbytes * (size - 1))
+    count(BETWEEN, ALL_GATHER, own.nbytes, own.nbytes * (size - 1))
     yield Hop(LANES[2], works)
     return _summed(parts)
 
@@ -308,19 +301,19 @@ def _gathered(own: Rows, transport: Transport, counts: Sequence[int]) -> tuple[l
     return [Rows(keys[start:stop], values[start:stop]) for start, stop in pairwise(bounds)], works
 
 
-def _to_all(own: Rows, transport: Transport, count_sent: CountSent) -> Rows:
+def _to_all(own: Rows, transport: Transport, count: Count) -> Rows:
     """Gathers the sums of the node's owners on all ranks of the node, and returns them in ascending order of keys.
 
     Args:
         own: Sums of the rows that this rank owns; none on a rank that is no owner.
         transport: Transport of the node's ranks.
-        count_sent: Counts what is sent.
+        count: Counts what is sent.
     """
     found, work = _counts(transport, [own.keys.numel()], own.keys)
     work.wait()
     parts, works = _gathered(own, transport, found.view(-1).tolist())
     for work in works:
         work.wait()
-    count_sent(2, ALL_GATHER, own.nbytes, own.nbytes * (transport.size - 1))
+    count(2, ALL_GATHER, own.nbytes, own.nbytes * (transport.size - 1))
     keys, order = torch.cat([part.keys for part in parts]).sort()
     return Rows(keys, torch.cat([part.values for part in parts])[order])

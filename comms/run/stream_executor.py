@@ -369,9 +369,8 @@ class StreamExecutor(Executor):
     @property
     def failure(self) -> CollectiveError | None:
         """The first failure, after waiting for its diagnosis if `interrupt` was called; see `Executor.failure`."""
-        return (
-            self.failures.diagnosed() if self._interrupted else self.failures.error
-        )  # by the thread that has interrupted
+        # The thread that has interrupted makes the diagnosis.
+        return self.failures.diagnosed() if self._interrupted else self.failures.error
 
     def raise_failure(self) -> None:
         """Raises the first failure if `interrupt` was called; see `Executor.raise_failure`."""

@@ -36,14 +36,7 @@ from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedShards, SentShards, ShardResidual
-from gradwire.comms.sharded.flat_shards import (
-    add_payload,
-    decode_shards,
-    encode_shard,
-    gather_runs,
-    payload_nbytes,
-    scatter_runs,
-)
+from gradwire.comms.sharded.flat_shards import add_payload, decode, encode, gather_runs, payload_nbytes, scatter_runs
 from gradwire.comms.sharded.layout import NamedShard, ShardNames, ShardRuns, runs_of
 from gradwire.comms.sharded.nodes import ShardNodes, ShardWork
 from gradwire.comms.sharded.ordered_launches import OrderedCollective, TorchGroups
@@ -273,14 +266,14 @@ class GradientReduceScatter(ReduceScatter):
         payloads = torch.zeros(member.size, payload_nbytes(codec, runs, dtype), dtype=torch.uint8, device=device)
         for place, index in enumerate(others):
             added = None if kept is None or flushing else kept[place]
-            encode_shard(codec, runs, sums[index], payloads[index], residual=added)
+            encode(codec, runs, sums[index], payloads[index], residual=added)
         if residual is not None and kept is not None:
             residual.put(present, kept)
         received = torch.empty_like(payloads)
         yield Collective(ALL_TO_ALL, (received, payloads))
         # Decode the other nodes' flat shards onto this rank's own.
         from_others = torch.cat([received[:own], received[own + 1 :]])
-        return decode_shards(codec, runs, from_others, dtype, sums[own])
+        return decode(codec, runs, from_others, dtype, sums[own])
 
 
 def divisor_of(op: object, size: int, param_group: ShardedParamGroup) -> float:
@@ -376,7 +369,7 @@ class EncodedAllGather(Allocating, ABC):
         """
         nbytes = payload_nbytes(self._codec, runs, row.dtype)
         payload = torch.empty(nbytes, dtype=torch.uint8, device=row.device)
-        encode_shard(self._codec, runs, row, payload, sent=sent)
+        encode(self._codec, runs, row, payload, sent=sent)
         across = torch.empty(member.size, nbytes, dtype=torch.uint8, device=row.device)
         yield Collective(ALL_GATHER, (across.view(-1), payload))
         return across
@@ -396,7 +389,7 @@ class WeightAllGather(EncodedAllGather):
             return (yield from self._exchange(member, self._runs, input_tensor))
 
         def place(rank: int, payload: Tensor) -> None:
-            rows[rank].copy_(decode_shards(self._codec, self._runs, payload[None], dtype, None))
+            rows[rank].copy_(decode(self._codec, self._runs, payload[None], dtype, None))
 
         nbytes = payload_nbytes(self._codec, self._runs, dtype)
         return self._nodes.all_gather(self._choice, nbytes, (nbytes, torch.uint8), exchange, place)

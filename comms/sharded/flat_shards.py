@@ -27,7 +27,7 @@ def payload_nbytes(codec: FusedCodec, runs: ShardRuns, dtype: torch.dtype) -> in
     return _dense_at(codec, runs) + _aligned(runs.dense_numel * dtype.itemsize)
 
 
-def encode_shard(
+def encode(
     codec: FusedCodec,
     runs: ShardRuns,
     row: Tensor,
@@ -63,9 +63,7 @@ def encode_shard(
     payload[start + dense_nbytes :].zero_()
 
 
-def decode_shards(
-    codec: FusedCodec, runs: ShardRuns, payloads: Tensor, dtype: torch.dtype, own: Tensor | None
-) -> Tensor:
+def decode(codec: FusedCodec, runs: ShardRuns, payloads: Tensor, dtype: torch.dtype, own: Tensor | None) -> Tensor:
     """Decodes the payloads that several ranks sent of one flat shard, and returns their sum.
 
     Args:

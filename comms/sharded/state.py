@@ -32,14 +32,7 @@ from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
 from gradwire.comms.run.phase_stats import PhaseStats
-from gradwire.comms.session import (
-    NO_COMPRESSOR,
-    UNKNOWN_RESIDUALS,
-    AveragingSession,
-    GradientState,
-    SessionRanks,
-    refused,
-)
+from gradwire.comms.session import NO_COMPRESSOR, UNUSABLE, AveragingSession, GradientState, SessionRanks, refused
 from gradwire.comms.sharded.carried import CARRIED_ON, RESIDUAL, SUMS_OF, LoadedShards, SentShards, ShardResidual
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
@@ -286,11 +279,11 @@ class FsdpState(GradientState[AveragingSession]):
         """
         saved = {key for part in without_job(found) for key in part}
         if TRANSFERS in saved and not self._compresses_replicas:
-            raise ValueError(UNKNOWN_RESIDUALS.format(found=NO_COMPRESSOR))
+            raise ValueError(UNUSABLE.format(found=NO_COMPRESSOR))
         residuals = {key.removeprefix(CARRIED_ON) for key in saved if key.startswith(CARRIED_ON + RESIDUAL)}
         homes = {key for key, each in self._shards.carried.items() if isinstance(each, ShardResidual)}
         if residuals and not homes:
-            raise ValueError(UNKNOWN_RESIDUALS.format(found="`shards` keeps no residual here"))
+            raise ValueError(UNUSABLE.format(found="`shards` keeps no residual here"))
         if more := residuals - homes:
             raise ValueError(
                 f"`state` holds residuals of {len(more)} parameter groups that `model` does not have: it is of "

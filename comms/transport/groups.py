@@ -21,7 +21,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
-from gradwire.comms.transport.works import CLOSE_SECONDS, AbortReason
+from gradwire.comms.transport.works import CLOSE_SECONDS, Aborted
 from gradwire.compressors.base import Collective, Work
 
 if TYPE_CHECKING:  # at run time loaded only if it is used
@@ -177,7 +177,7 @@ class _AbortState:
         own: Reason why this rank has aborted; None if it has not.
     """
 
-    def __init__(self, abort_reason: AbortReason) -> None:
+    def __init__(self, abort_reason: Aborted) -> None:
         self.own: str | None = None
         self._abort_reason = abort_reason
 
@@ -216,7 +216,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         same_node: Callable[[tuple[int, ...]], bool],
         transport: str,
         timeout: timedelta,
-        abort_reason: AbortReason,
+        abort_reason: Aborted,
         interface: str | None = None,
         *,
         nccl_groups: "NcclGroups | None" = None,

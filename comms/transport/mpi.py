@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.sum_order import SlicesToSum
 from gradwire.comms.transport.torch_group import connect_within, scale_in_place
-from gradwire.comms.transport.works import SLICE, AbortReason, Then
+from gradwire.comms.transport.works import SLICE, Aborted, Then
 from gradwire.compressors.base import Work, even_bounds
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def connect(
     rank: int,
     size: int,
     timeout: timedelta,
-    abort_reason: AbortReason | None = None,
+    abort_reason: Aborted | None = None,
     peer_wait: Callable[[], PeerWait] | None = None,
 ) -> "MpiGroup":
     """Makes the communicators of a group; only its members take part.
@@ -134,7 +134,7 @@ class MpiGroup:
         rank: int,
         size: int,
         timeout: timedelta,
-        abort_reason: AbortReason | None = None,
+        abort_reason: Aborted | None = None,
     ) -> None:
         self.rank = rank
         self.size = size

@@ -39,7 +39,7 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, new_nonce, proof_of
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.pacing import Pacing
-from gradwire.comms.transport.works import AbortReason
+from gradwire.comms.transport.works import Aborted
 from gradwire.compressors.base import Work
 
 LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 2 << 10, 256 << 10
@@ -112,14 +112,14 @@ class StreamListener:
         self.token = int.from_bytes(os.urandom(8))
 
     def accept(
-        self, wanted: Mapping[int, int], deadline: float, abort_reason: AbortReason | None
+        self, wanted: Mapping[int, int], deadline: float, aborted: Aborted | None
     ) -> dict[int, list[socket.socket]]:
         """Waits for connections, and returns them by rank.
 
         Args:
             wanted: Rank -> number of connections.
             deadline: Latest time, of `time.monotonic`.
-            abort_reason: Returns the reason why another rank has aborted; called about once a second.
+            aborted: Returns the reason why another rank has aborted; called about once a second.
 
         Raises:
             PeerError: Another rank has aborted.
@@ -131,7 +131,7 @@ class StreamListener:
             closing(PendingConnections(self._socket, lambda heard: _HELLO.size - len(heard), new_nonce)) as pending,
         ):
             while any(len(found[rank]) < count for rank, count in wanted.items()):
-                _check_on(deadline, abort_reason)
+                _check_on(deadline, aborted)
                 for connection, said in pending.next(1.0):
                     nonce, hello = said[:NONCE_NBYTES], said[NONCE_NBYTES:]
                     rank, proof = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))  # zeros are no proof
@@ -148,14 +148,7 @@ class StreamListener:
 
 
 def connect(
-    family: int,
-    address: str,
-    port: int,
-    token: int,
-    rank: int,
-    count: int,
-    deadline: float,
-    abort_reason: AbortReason | None,
+    family: int, address: str, port: int, token: int, rank: int, count: int, deadline: float, aborted: Aborted | None
 ) -> list[socket.socket]:
     """Opens several connections to a rank that listens, all at once.
 
@@ -167,7 +160,7 @@ def connect(
         rank: This rank.
         count: Number of connections.
         deadline: Latest time, of `time.monotonic`.
-        abort_reason: Returns the reason why another rank has aborted; called about once a second.
+        aborted: Returns the reason why another rank has aborted; called about once a second.
 
     Raises:
         PeerError: Another rank has aborted.
@@ -184,10 +177,10 @@ def connect(
             waiting = select.poll()
             waiting.register(each, select.POLLOUT)
             while not waiting.poll(1000):
-                _check_on(deadline, abort_reason)
+                _check_on(deadline, aborted)
             if error := each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise _unreached(address, error)
-            nonce = _greeting(each, deadline, abort_reason)
+            nonce = _greeting(each, deadline, aborted)
             each.sendall(_HELLO.pack(rank, _proof(token, nonce, rank)))  # 36 bytes into an empty buffer
     except BaseException:
         for each in made:
@@ -196,7 +189,7 @@ def connect(
     return made
 
 
-def _greeting(connection: socket.socket, deadline: float, abort_reason: AbortReason | None) -> bytes:
+def _greeting(connection: socket.socket, deadline: float, aborted: Aborted | None) -> bytes:
     """Receives the nonce that a listener sends first.
 
     Raises:
@@ -207,7 +200,7 @@ def _greeting(connection: socket.socket, deadline: float, abort_reason: AbortRea
     waiting.register(connection, select.POLLIN)
     while len(heard) < NONCE_NBYTES:
         while not waiting.poll(1000):
-            _check_on(deadline, abort_reason)
+            _check_on(deadline, aborted)
         if not (more := connection.recv(NONCE_NBYTES - len(heard))):
             raise OSError(errno.ECONNRESET, "the program that listens at the port of a rank has closed the connection")
         heard += more
@@ -222,9 +215,9 @@ def _unreached(address: str, error: int) -> OSError:
     return OSError(error, f"cannot connect to rank at {address}: {os.strerror(error)}")
 
 
-def _check_on(deadline: float, abort_reason: AbortReason | None) -> None:
+def _check_on(deadline: float, aborted: Aborted | None) -> None:
     """Raises a PeerError if another rank has aborted, a RuntimeError if `deadline` is over."""
-    if abort_reason is not None and (reason := abort_reason()):
+    if aborted is not None and (reason := aborted()):
         raise PeerError(reason)
     if time.monotonic() > deadline:
         raise RuntimeError(
@@ -356,7 +349,7 @@ class Streams:
     Args:
         connections: Rank -> connected sockets, the same number at the other end.
         timeout: Time-out of an exchange.
-        abort_reason: Returns the reason why another rank has aborted; called about once a second during the wait
+        aborted: Returns the reason why another rank has aborted; called about once a second during the wait
             for an exchange.
 
     Attributes:
@@ -365,10 +358,10 @@ class Streams:
     """
 
     def __init__(
-        self, connections: Mapping[int, Sequence[socket.socket]], timeout: timedelta, abort_reason: AbortReason | None
+        self, connections: Mapping[int, Sequence[socket.socket]], timeout: timedelta, aborted: Aborted | None
     ) -> None:
         self._timeout = timeout
-        self.abort_reason = abort_reason
+        self.aborted = aborted
         self._peers = {rank: StreamedPeer() for rank in connections}
         self._connections = [StreamConnection(each, rank) for rank, sockets in connections.items() for each in sockets]
         for connection in self._connections:
@@ -773,8 +766,8 @@ class _Pending:
         """Waits until all messages have been sent and received; raises if another rank aborts, or at the deadline."""
         for exchange in self._exchanges:
             while not exchange.done.wait(1.0):
-                abort_reason = self._streams.abort_reason
-                if abort_reason is not None and (reason := abort_reason()):
+                aborted = self._streams.aborted
+                if aborted is not None and (reason := aborted()):
                     raise PeerError(reason)
                 if time.monotonic() > self._deadline:
                     raise RuntimeError("Timed out waiting for another rank's part of an exchange")

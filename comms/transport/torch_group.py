@@ -46,7 +46,7 @@ from gradwire.comms.environment import gloo_interfaces
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.gloo_sockets import Connection, GlooSockets
 from gradwire.comms.transport.sum_order import RANK_ORDER, SlicesToSum, SumOrder, ring_numel, sums_as_rings
-from gradwire.comms.transport.works import SLICE, AbortReason, Then, Waiting, Works, drain
+from gradwire.comms.transport.works import SLICE, Aborted, Then, Waiting, Works, drain
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 if TYPE_CHECKING:
@@ -94,13 +94,13 @@ class TorchTransport:
         group: TorchGroup,
         rank: int,
         size: int,
-        abort_reason: AbortReason | None = None,
+        abort_reason: Aborted | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self.rank = rank
         self.size = size
         self._group = group
-        self._abort_reason = abort_reason
+        self._aborted = abort_reason
         self._timeout = timeout
         self._in_flight: dict[int, BackendWork] = {}
         """Works of the group that have not been waited for to their end. An entry is added by the thread that
@@ -109,7 +109,7 @@ class TorchTransport:
     def _waiting(self, work: BackendWork) -> Work:
         """Returns a work of the group with a deadline, whose wait ends if another rank aborts."""
         self._in_flight[id(work)] = work
-        return Waiting(work, self._abort_reason or (lambda: None), self._timeout, self._in_flight)
+        return Waiting(work, self._aborted or (lambda: None), self._timeout, self._in_flight)
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """Starts gloo's ring all_reduce: each element is summed on one rank and copied to the others."""
@@ -227,7 +227,7 @@ class GlooTransport(TorchTransport):
         connect: Callable[[str], TorchGroup],
         rank: int,
         size: int,
-        abort_reason: AbortReason | None = None,
+        abort_reason: Aborted | None = None,
         *,
         connections: Callable[[float], int] | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -375,7 +375,7 @@ class GlooTransport(TorchTransport):
             try:
                 return outcome_of(outcome.get(timeout=SLICE.total_seconds()))
             except Empty:
-                if self._abort_reason is not None and (reason := self._abort_reason()):
+                if self._aborted is not None and (reason := self._aborted()):
                     in_thread(self._disconnect_later, "gradwire disconnects", awaited=False)
                     raise PeerError(reason) from None
 
@@ -471,15 +471,13 @@ class GlooTransport(TorchTransport):
             found: dict[int, list[socket.socket]] = {}
             for rank, (_, kind, port, token, text) in enumerate(told[: self.rank]):
                 place = text.strip(b"\0").decode()
-                found[rank] = parallel_tcp.connect(
-                    kind, place, port, token, self.rank, count, deadline, self._abort_reason
-                )
+                found[rank] = parallel_tcp.connect(kind, place, port, token, self.rank, count, deadline, self._aborted)
             higher = dict.fromkeys(range(self.rank + 1, self.size), count)
-            found |= listener.accept(higher, deadline, self._abort_reason)
+            found |= listener.accept(higher, deadline, self._aborted)
         finally:
             if listener is not None:
                 listener.close()
-        return parallel_tcp.Streams(found, self._timeout, self._abort_reason)
+        return parallel_tcp.Streams(found, self._timeout, self._aborted)
 
     def _farthest(self) -> tuple[tuple[int, str] | None, float]:
         """Returns this rank's address family and address on gloo's interface, and its longest round trip in seconds."""
@@ -515,7 +513,7 @@ def connect_gloo(
     rank: int,
     size: int,
     timeout: timedelta,
-    abort_reason: AbortReason | None = None,
+    abort_reason: Aborted | None = None,
     interface: str | None = None,
     connections: Callable[[float], int] | None = None,
     peer_wait: Callable[[], PeerWait] | None = None,

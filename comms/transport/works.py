@@ -18,7 +18,7 @@ from gradwire.compressors.base import Work
 
 log = logging.getLogger("gradwire")
 
-AbortReason = Callable[[], str | None]
+Aborted = Callable[[], str | None]
 """Returns the reason why another rank has aborted; None while none has."""
 
 SLICE = timedelta(seconds=1)
@@ -76,7 +76,7 @@ class Waiting:
     """
 
     work: BackendWork
-    abort_reason: AbortReason | None
+    abort_reason: Aborted | None
     timeout: timedelta
     in_flight: dict[int, BackendWork] | None = None
 
@@ -99,7 +99,7 @@ class Waiting:
             self.in_flight.pop(id(self.work), None)
 
 
-def wait_in_slices(work: BackendWork, limit: timedelta, abort_reason: AbortReason) -> bool:
+def wait_in_slices(work: BackendWork, limit: timedelta, abort_reason: Aborted) -> bool:
     """Waits for a work of gloo, and asks once a second whether another rank has aborted.
 
     Args:

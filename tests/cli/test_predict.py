@@ -216,9 +216,8 @@ def test_a_codec_of_ones_own_is_not_recommended(
     for optimizer in OPTIMIZERS:
         answer = ask(capsys, *SLOW, "--optimizer", optimizer)
         assert answer["recommend"]["compressor"] != "a users own"  # type: ignore[index]
-        assert (
-            "no training with a users own was measured here" in answer["plans"]["hierarchical+a users own"]["warning"]
-        )  # type: ignore[index]
+        warning = answer["plans"]["hierarchical+a users own"]["warning"]  # type: ignore[index]
+        assert "no training with a users own was measured here" in warning
 
 
 def test_the_picture_shows_the_number_that_was_asked_for() -> None:

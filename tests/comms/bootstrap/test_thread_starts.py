@@ -163,7 +163,7 @@ def test_features_that_only_watch_are_off(refuse: Refuse, tmp_path: Path) -> Non
     assert watch._closed.is_set()
     watch.close()
     requests = Requests(store, timedelta(seconds=SECONDS), {}, {})
-    assert requests.look(lambda newcomer: None) == requests.look(lambda newcomer: None) == 0
+    assert requests.poll(lambda newcomer: None) == requests.poll(lambda newcomer: None) == 0
     server = ProbeServer.open()
     server.close()
     lost: list[Any] = []

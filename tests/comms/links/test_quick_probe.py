@@ -168,7 +168,7 @@ def test_its_bytes_follow_the_links(
 ) -> None:
     store, names = HashStore(), sorted(set(nodes))
     asked: list[tuple[int, int]] = []
-    real = module.timed_exchange
+    real = module.timed
 
     def timed(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
         assert saved_nbytes == DRAIN_NBYTES
@@ -177,7 +177,7 @@ def test_its_bytes_follow_the_links(
         seconds = nbytes / min(rates[rail.rank], rates[other])
         return seconds, 1e-3
 
-    monkeypatch.setattr(module, "timed_exchange", timed)
+    monkeypatch.setattr(module, "timed", timed)
 
     def run(rank: int) -> tuple[Any, ...]:
         communicator = make(store, nodes, rank)
@@ -222,7 +222,7 @@ def test_shares_stay_equal_where_gloos_sums_are_not_those_that_are_known(
 ) -> None:
     store, rates = HashStore(), [25e6, 5e6, 25e6]
     monkeypatch.setattr(
-        module, "timed_exchange", lambda rail, other, nbytes, _: (nbytes / min(rates[rail.rank], rates[other]), 1e-3)
+        module, "timed", lambda rail, other, nbytes, _: (nbytes / min(rates[rail.rank], rates[other]), 1e-3)
     )
     monkeypatch.setattr(place, name, replacement)
 
@@ -238,15 +238,15 @@ def test_shares_stay_equal_where_gloos_sums_are_not_those_that_are_known(
 
 
 def test_a_rank_that_fails_in_the_look_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real, nodes, failing = HashStore(), module.timed_exchange, "aabbcc", 2  # the first of the second node
+    store, real, nodes, failing = HashStore(), module.timed, "aabbcc", 2  # the first of the second node
     long = timedelta(minutes=5)
 
-    def timed_exchange(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
+    def timed(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
         if rail.rank == 1:
             raise MemoryError("nothing left")
         return real(rail, other, nbytes, saved_nbytes)
 
-    monkeypatch.setattr(module, "timed_exchange", timed_exchange)
+    monkeypatch.setattr(module, "timed", timed)
 
     def run(rank: int) -> str:
         communicator = make(store, nodes, rank, timeout=long)

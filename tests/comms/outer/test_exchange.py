@@ -814,7 +814,7 @@ def test_one_pass_gives_the_bits_of_its_operators(lr: float, form: str, monkeypa
             flat.mul_(0.3)
             through = parameters[0].square().sum()
             if in_one:
-                fragment.apply_average(flat, sent, settings)
+                fragment.apply(flat, sent, settings)
             else:
                 fragment.update(flat, settings)
                 fragment.add_progress(sent, flat)

@@ -20,7 +20,7 @@ from gradwire.comms.checkpoint import ENTRIES, JOB, PREFIX, pack, rank_key
 from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.comms.sharded.carried import SentShards, ShardResidual
 from gradwire.comms.sharded.collectives import CARRIED, codec_of
-from gradwire.comms.sharded.flat_shards import add_payload, encode_shard, payload_nbytes
+from gradwire.comms.sharded.flat_shards import add_payload, encode, payload_nbytes
 from gradwire.comms.sharded.layout import NamedShard, ShardRuns, runs_of
 from gradwire.compressors.base import StateDict
 from gradwire.compressors.rules import DEFAULT_RULES
@@ -55,7 +55,7 @@ def row_of(seed: int) -> torch.Tensor:
 def sent_after(sent: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """What a receiver has when a difference has come."""
     payload = torch.empty(payload_nbytes(CODEC, RUNS, row.dtype), dtype=torch.uint8)
-    encode_shard(CODEC, RUNS, row, payload, sent=sent)
+    encode(CODEC, RUNS, row, payload, sent=sent)
     new = sent.clone()
     add_payload(CODEC, RUNS, payload, row.dtype, new)
     return new
@@ -79,7 +79,7 @@ def test_what_one_payload_leaves_out_is_in_the_next() -> None:
     for step in range(12):
         row = row_of(step)
         payload = torch.empty(payload_nbytes(CODEC, RUNS, row.dtype), dtype=torch.uint8)
-        encode_shard(CODEC, RUNS, row, payload, residual=left)
+        encode(CODEC, RUNS, row, payload, residual=left)
         got = torch.zeros(RUNS.numel)
         add_payload(CODEC, RUNS, payload, row.dtype, got)
         wanted, had = wanted + row, had + got

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import gradwire.fsdp
 from gradwire.comms.sharded.collectives import codec_of
-from gradwire.comms.sharded.flat_shards import decode_shards, encode_shard, payload_nbytes
+from gradwire.comms.sharded.flat_shards import decode, encode, payload_nbytes
 from gradwire.comms.sharded.layout import ShardRuns
 from gradwire.comms.sharded.nodes import arrange
 from gradwire.fsdp import FsdpState
@@ -38,12 +38,12 @@ def test_a_row_of_one_payload_comes_back_dense_exactly_and_the_rest_nearly() -> 
         for choice, step in (("bf16", 2.0**-8), ("int8", 8 / 255), ("int4", 8 / 15), ("waterfill4", 8 / 15)):
             codec = codec_of(choice, 5 if choice == "int4" else None)
             payload = torch.full((1, payload_nbytes(codec, RUNS, dtype)), 255, dtype=torch.uint8)
-            encode_shard(codec, RUNS, row, payload[0])
-            back = decode_shards(codec, RUNS, payload, dtype, None)
+            encode(codec, RUNS, row, payload[0])
+            back = decode(codec, RUNS, payload, dtype, None)
             for start, stop in RUNS.dense:
                 assert torch.equal(back[start:stop], row[start:stop].float())
             assert (back - row.float()).abs().max() <= step * (1 if choice != "bf16" else 4)
-            doubled = decode_shards(codec, RUNS, payload, dtype, row)
+            doubled = decode(codec, RUNS, payload, dtype, row)
             assert torch.allclose(doubled, back + row.float(), atol=1e-6)
 
 
@@ -53,8 +53,8 @@ def test_random_rounding_has_no_bias() -> None:
     for key in range(200):
         codec = codec_of("int4", key)
         payload = torch.empty(1, payload_nbytes(codec, RUNS, row.dtype), dtype=torch.uint8)
-        encode_shard(codec, RUNS, row, payload[0])
-        mean += decode_shards(codec, RUNS, payload, row.dtype, None) / 200
+        encode(codec, RUNS, row, payload[0])
+        mean += decode(codec, RUNS, payload, row.dtype, None) / 200
     once = 7 / 15 / 2  # a level of a block of normal numbers, and half of it is the largest standard deviation
     assert (mean - row).norm() < 1.5 * once / 200**0.5 * row.numel() ** 0.5
 

@@ -18,7 +18,7 @@ from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.run.lane_executor import LaneExecutor
 from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.comms.sharded.collectives import codec_of
-from gradwire.comms.sharded.flat_shards import decode_shards, encode_shard, payload_nbytes
+from gradwire.comms.sharded.flat_shards import decode, encode, payload_nbytes
 from gradwire.comms.sharded.layout import ShardRuns
 from gradwire.comms.sharded.nodes import PlannedNodes, arrange
 from gradwire.comms.transport.works import Done
@@ -99,7 +99,7 @@ def diagnosed(error: BaseException, where: str, members: object, **unused: objec
 
 def encoded(row: Tensor) -> Tensor:
     payload = torch.zeros(NBYTES, dtype=torch.uint8)
-    encode_shard(CODEC, RUNS, row, payload)
+    encode(CODEC, RUNS, row, payload)
     return payload
 
 
@@ -121,7 +121,7 @@ def test_a_reduce_scatter_has_the_bits_of_its_codec(places: list[int], flat: boo
             received = torch.empty_like(payloads)
             yield Collective(ALL_TO_ALL, (received, payloads))
             others = torch.cat([received[: member.rank], received[member.rank + 1 :]])
-            total.copy_(decode_shards(CODEC, RUNS, others, torch.float32, rows[member.rank]))
+            total.copy_(decode(CODEC, RUNS, others, torch.float32, rows[member.rank]))
 
         nodes.reduce_scatter("int8", NBYTES, source_of(rank, size).view(-1), exchange).wait()
         executor.close()
@@ -133,7 +133,7 @@ def test_a_reduce_scatter_has_the_bits_of_its_codec(places: list[int], flat: boo
         place = own.index(rank)
         others = sorted((node for node in members if node is not own), key=lambda node: node[place])
         payloads = torch.stack([encoded(sums[node]) for node in others])
-        assert torch.equal(total, decode_shards(CODEC, RUNS, payloads, torch.float32, sums[own]))
+        assert torch.equal(total, decode(CODEC, RUNS, payloads, torch.float32, sums[own]))
         between = next(row for row in rows if row.level in ("inter_node", "all ranks"))
         assert (between.op, between.calls) == (REDUCE_SCATTER, 1) and between.seconds > 0
         assert between.wire_nbytes == (len(members) - 1) * NBYTES
@@ -161,14 +161,14 @@ def test_an_all_gather_passes_on_what_was_sent_and_nothing_that_is_known(
             return across
 
         def place(index: int, payload: Tensor) -> None:
-            found[index] = decode_shards(CODEC, RUNS, payload[None], torch.float32, None)
+            found[index] = decode(CODEC, RUNS, payload[None], torch.float32, None)
 
         sent = 0 if known else NBYTES
         nodes.all_gather("int8", sent, (NBYTES, torch.uint8), exchange, place).wait()
         executor.close()
         return found, executor.stats.totals()
 
-    expected = torch.stack([decode_shards(CODEC, RUNS, encoded(row)[None], torch.float32, None) for row in rows])
+    expected = torch.stack([decode(CODEC, RUNS, encoded(row)[None], torch.float32, None) for row in rows])
     for found, totals in run_ranks(size, body):
         assert torch.equal(found, expected)
         crossed = sum(row.wire_nbytes for row in totals if row.level != "intra_node")

@@ -45,7 +45,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_work, "WAIT_MARGIN", timedelta(milliseconds=10))
 
 
-def waiting(work: BackendWork, alarm: works.AbortReason | None) -> Waiting:
+def waiting(work: BackendWork, alarm: works.Aborted | None) -> Waiting:
     return Waiting(work, alarm, timedelta(milliseconds=30))
 
 
