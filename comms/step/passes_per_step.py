@@ -13,9 +13,9 @@ return the plain gradient. So training is refused, as soon as it is sure to be o
 - The weights have changed since the last pass, and no optimizer step has ended since. Their versions show it, and for
   changes of `.data`, which autograd does not count, the values of a few of them. If an optimizer is in its step (LBFGS,
   a closure of SAM), the pass is refused; otherwise the next step, before it changes a weight.
-- `MOST_STEPS` steps in a row of one optimizer came after several passes each. An occasional pass without a step
-  is normal: a GradScaler skips steps, and a script may skip a batch. Optimizers that step in turn, each after passes of the
-  other one, are refused by this rule, too.
+- `MOST_STEPS` steps in a row of one optimizer came after several passes each. An occasional pass without a step is
+  normal: a GradScaler skips steps, and a script may skip a batch. Optimizers that step in turn, each after passes of
+  the other one, are refused by this rule, too.
 """
 
 import weakref
