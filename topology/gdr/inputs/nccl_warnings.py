@@ -284,6 +284,20 @@ KNOWN_WARNINGS = (
         "github.com/NVIDIA/nccl/issues/1197; NCCL user guide, NCCL_NVLS_ENABLE",
     ),
     KnownWarning(
+        r"MNNVL .*is available but not working|\bIMEX\b|nvidia-imex",
+        "NVLink between hosts does not work: hosts of one NVLink domain cannot share memory without IMEX",
+        "nvidia-imex-ctl -N; ls /dev/nvidia-caps-imex-channels (a container needs the channel, too); "
+        "NCCL_MNNVL_ENABLE=0 goes over the network until then",
+        "NCCL src/mnnvl.cc; NVIDIA IMEX service guide",
+    ),
+    KnownWarning(
+        r"[Cc]uda failure.*operation not (?:permitted|supported)",
+        "the driver refuses a call of CUDA here: memory that processes share, inside a container or between hosts",
+        "NCCL_DEBUG=INFO, and the lines around the call; NCCL_CUMEM_ENABLE=0 for one run",
+        "CUDA runtime API, cudaErrorNotPermitted and cudaErrorNotSupported; NCCL user guide, NCCL_CUMEM_ENABLE",
+        kind="follows",
+    ),
+    KnownWarning(
         r"[Cc]uda failure",
         "a call of CUDA failed inside NCCL: another kernel's error, a GPU that fell off the bus, or an old driver",
         "the error's own words behind the number; dmesg | grep -i xid; CUDA_LAUNCH_BLOCKING=1 for one run",

@@ -315,6 +315,9 @@ WATCHDOG = (
     "[rank1]:[E1 ProcessGroupNCCL.cpp:633] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, "
     "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
 )
+IMEX = """n0:1:2 [0] misc/cudawrap.cc:9 NCCL WARN Cuda failure 800 'operation not permitted'
+n0:1:2 [0] mnnvl.cc:63 NCCL WARN MNNVL (cliqueSize 8) is available but not working on this system. Check the IMEX \
+channel configuration (/dev/nvidia-caps-imex-channels). Set NCCL_MNNVL_ENABLE=0 to ignore this issue."""
 CLOSED = "n0:1:2 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer n1<41234>"
 
 
@@ -329,6 +332,12 @@ CLOSED = "n0:1:2 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection clos
             "LOCAL_RANK",
         ),
         ("n0:1:2 [0] include/alloc.h:228 NCCL WARN Cuda failure 2 'out of memory'", "no memory left", "smaller batch"),
+        (
+            IMEX,
+            "NVLink between hosts does not work",
+            "nvidia-imex-ctl -N",
+        ),
+        ("n0:1:2 [0] alloc.h:9 NCCL WARN Cuda failure 800 'operation not permitted'", "the driver refuses", "CUMEM"),
         (
             "n0:1:2 [0] transport/nvls.cc:244 NCCL WARN Cuda failure 801 'operation not supported'",
             "multicast",
