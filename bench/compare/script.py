@@ -339,6 +339,8 @@ def what_to_write(results: Sequence[ConfigurationResult], configurations: Mappin
         for each in results[1:]
         if each.seconds is not None and each.speed_up_range is not None and each.speed_up_range[0] > 1.0
     }
+    if not any(each.seconds is not None for each in results[1:]):
+        return "No other configuration was measured: nothing can be said yet."
     if not faster:
         return (
             "No configuration was clearly faster than plain DDP: change nothing, or measure again with more --rounds."

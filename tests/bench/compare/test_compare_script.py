@@ -137,6 +137,7 @@ def test_the_advice_is_the_mildest_of_the_configurations_that_save_most() -> Non
     assert "GRADWIRE_HOOK=int8" in what_to_write(results(plain=10.0, fp16=7.0, exact=9.5, int8=4.5), configurations)
     said = what_to_write(results(plain=10.0, fp16=5.0, exact=9.5, int8=4.5), configurations)
     assert "fp16_compress_hook" in said and "lossy" in said
+    assert "nothing can be said yet" in what_to_write(results(plain=10.0), configurations)
     assert "change nothing" in what_to_write(results(plain=10.0, fp16=11.0, exact=10.0), configurations)
 
 
