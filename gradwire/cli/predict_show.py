@@ -362,7 +362,7 @@ LINES = (
     "hierarchical+powersgd",
     "hierarchical+dgc",
 )
-"""Candidates that are drawn; the curves of leader and halving_doubling coincide with others."""
+"""Candidates drawn beside the recommended one; the curves of leader and halving_doubling coincide with others."""
 
 
 def node_counts(most: int) -> list[int]:
@@ -389,12 +389,15 @@ def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
     advices = [advice_for(count) for count in counts]
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     known = {candidate.name: candidate for candidate in advices[0].candidates}
-    for name in LINES:
+    chosen = advices[counts.index(nodes)].recommend
+    recommended = chosen.plan if chosen.compressor == "none" else f"{chosen.plan}+{chosen.compressor}"
+    for name in dict.fromkeys((*LINES, recommended)):
         if name not in known:
             continue
         seconds = [advice.candidate(name).step_seconds * 1e3 for advice in advices]
         warned = " (not recommended)" if known[name].warning else ""
-        label = "flat (as plain DDP)" if name == "flat" else f"{name}{warned}"
+        note = " (recommended)" if name == recommended and not warned else warned
+        label = "flat (as plain DDP)" if name == "flat" else f"{name}{note}"
         style = {"color": BASELINE, "linewidth": 2} if name == "flat" else {"linestyle": ":" if warned else "-"}
         axes.plot(counts, seconds, marker=".", label=label, **style)
     axes.axvline(nodes, color=PEERS, linewidth=0.8)

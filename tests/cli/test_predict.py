@@ -4,9 +4,11 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gradwire.cli import predict_show
 from gradwire.cli.predict import OPTIMIZERS, buckets_of_parameters, main
 from gradwire.cli.predict_show import node_counts
 from gradwire.compressors import registry
@@ -184,6 +186,19 @@ def test_a_topology_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
         assert status == 0 or error.startswith("gradwire predict: "), file
         answered += status == 0 and "plans" in json.loads(out)
     assert answered > len(files) // 2
+
+
+def test_the_recommended_candidate_is_among_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    labels: list[str] = []
+
+    def keep(figure: Any, file: Path, notes: list[str]) -> None:
+        labels.extend(text.get_text() for text in figure.axes[0].get_legend().get_texts())
+
+    monkeypatch.setattr(predict_show, "save", keep)
+    slow = ["--preset", "cpu_only", "--nodes", "4", "--nic", "94mbit", "--gradient-mb", "100", "--backward-ms", "300"]
+    assert main([*slow, "--plot", str(tmp_path / "steps.svg")]) == 0
+    assert "hierarchical+waterfill4 (recommended)" in labels and len(labels) == len(set(labels))
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
