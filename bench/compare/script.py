@@ -421,11 +421,16 @@ def _show(
     if options.json == STDOUT:
         return
     console = CleanConsole(highlight=False, markup=False)
-    for run in runs.found:
-        if (hook := run.unexpected_hook()) is not None:
-            console.print(f"{run.name}: the script registers a hook itself, {hook}, which ran in its place")
+    foreign = {run.name: hook for run in runs.found if (hook := run.unexpected_hook()) is not None}
+    for name, hook in foreign.items():
+        console.print(f"{name}: the script registers a hook itself, {hook}, which ran in its place")
     console.print("loss: mean over all ranks and the last quarter of the steps, of what backward() is called on")
-    console.print(what_to_write(results, runs.configurations))
+    if foreign:
+        console.print(
+            "Nothing can be said where the script's own hook ran: leave its registration out, and compare again"
+        )
+    else:
+        console.print(what_to_write(results, runs.configurations))
 
 
 def _read(argv: list[str]) -> argparse.Namespace:

@@ -194,6 +194,26 @@ def test_a_stop_shows_what_was_measured(
     assert "torch fp16 hook" in caught.out and "2.000" in caught.out
 
 
+def test_no_advice_is_given_where_the_scripts_own_hook_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+
+    def run(options: argparse.Namespace, nodes: list[int], runs: _Runs) -> None:
+        for name, seconds in ((PLAIN, 2.0), ("gradwire int8", 1.0)):
+            runs.begin(name)
+            runs.found[-1] = run_of(name, records([seconds] * 4, hook="comm_hook"))
+
+    monkeypatch.setattr(compare, "launcher_variables", dict)
+    monkeypatch.setattr(compare, "available", lambda: None)
+    monkeypatch.setattr(compare, "run_emulated", run)
+    assert main(["--nodes", "1", "--ranks-per-node", "1", "--script", str(script)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "gradwire int8: the script registers a hook itself, comm_hook, which ran in its place" in shown
+    assert "leave its registration out, and compare again" in shown and "Take gradwire" not in shown
+
+
 class FailingCluster:
     """Stands for emulated nodes on which rank 1 of a script fails."""
 
