@@ -3,7 +3,7 @@
 DDP takes one hook, once. So the one that is registered here passes each bucket on to the hook that the model's own code
 registers later, if it does. A model that `replicate()` of FSDP2 was called on gets the hook at its first backward pass,
 unless the script has called `gradwire.fsdp.apply` by then. This module is imported at the end of `import torch`, and
-only if the variable is set; modules that are slow to import are imported when a model is made.
+only if this variable or one of an option is set; modules that few models need are imported when one is made.
 """
 
 import logging
@@ -29,7 +29,6 @@ from gradwire.comms.bootstrap.compat import (
     steps_in_backward,
 )
 from gradwire.comms.config import AUTOMATIC, Config, unused_variables
-from gradwire.comms.sharded.param_groups import at_first_sharded_backward, is_replicated, sharded_param_groups
 
 if TYPE_CHECKING:
     from gradwire.comms.hook import HookState
@@ -62,7 +61,9 @@ _replicated = False
 _logged: set[str] = set()
 """Texts that were logged already."""
 _checked = False
-"""True once an optimizer has stepped, and `_check_for_models` or `_explain_unused_variables` has run."""
+"""True once an optimizer has stepped and `_check_for_models` has run."""
+_explained = False
+"""True once an optimizer has stepped and `_explain_unused_variables` has run."""
 _expects_hook = False
 """True once `expect_hook` was called."""
 _original = (
@@ -100,6 +101,8 @@ def install() -> None:
             return
         hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         _replace(model, hooks[kind.name], model.process_group)
+
+    from gradwire.comms.sharded.param_groups import at_first_sharded_backward
 
     register_optimizer_step_pre_hook(_check_for_models)
     at_first_sharded_backward(_add_replicated)
@@ -178,6 +181,8 @@ def _add_replicated(model: nn.Module) -> None:
     It does nothing if the script has applied gradwire already, and logs why if the model cannot have it.
     """
     global _replicated
+    from gradwire.comms.sharded.param_groups import is_replicated, sharded_param_groups
+
     config = Config.automatic()
     if config is None or not is_replicated(model):
         return
@@ -245,10 +250,10 @@ def _explain_unused_variables(optimizer: Optimizer, args: object, named: object)
         args: Positional arguments of its step; not used.
         named: Keyword arguments of its step; not used.
     """
-    global _checked
-    if _checked or not dist.is_initialized():
+    global _explained
+    if _explained or not dist.is_initialized():
         return
-    _checked = True
+    _explained = True
     if (unused := unused_variables()) and ddp_models():
         are, they_have = ("is", "it has") if len(unused) == 1 else ("are", "they have")
         _log_once(
