@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.bootstrap.compat import (
+    CAPTURED,
+    MIXED_PRECISION,
+    PYTHON_REDUCER,
     STEPS_IN_BACKWARD,
     GradBucket,
     is_at_node,
@@ -48,24 +51,6 @@ if TYPE_CHECKING:
     from gradwire.comms.step.features import OnMembershipChange, StateOwner
 
 log = logging.getLogger("gradwire")
-
-CAPTURED = (
-    "a CUDA graph is being captured, and gradwire's hook was called in it: each step issues other collectives than the "
-    "one before (plans, residuals, timed steps), which a graph cannot hold. Capture forward and backward without "
-    "DistributedDataParallel's hook, or leave torch.cuda.graph out of the training step"
-)
-
-PYTHON_REDUCER = (
-    'torch.compile with optimize_ddp="python_reducer" calls the hook once a parameter from inside a compiled '
-    "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
-    "with which compiled models work"
-)
-
-MIXED_PRECISION = (
-    "`model` was made with DDP's `mixed_precision`, for which DDP registers a hook of its own, and it takes one: leave "
-    'that option out, compute in torch.autocast, and send 16 bits with compressor="bf16"; or train without gradwire\'s '
-    "hook"
-)
 
 UNNAMED = (
     "This state was made without a model, so parameters are called by their place in its first step: give the model, "

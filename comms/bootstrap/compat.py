@@ -528,6 +528,24 @@ def outside_graphs(method: Method) -> Method:
     return cast(Method, call)
 
 
+CAPTURED = (
+    "a CUDA graph is being captured, and gradwire's hook was called in it: each step issues other collectives than the "
+    "one before (plans, residuals, timed steps), which a graph cannot hold. Capture forward and backward without "
+    "DistributedDataParallel's hook, or leave torch.cuda.graph out of the training step"
+)
+
+PYTHON_REDUCER = (
+    'torch.compile with optimize_ddp="python_reducer" calls the hook once a parameter from inside a compiled '
+    "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
+    "with which compiled models work"
+)
+
+MIXED_PRECISION = (
+    "`model` was made with DDP's `mixed_precision`, for which DDP registers a hook of its own, and it takes one: leave "
+    'that option out, compute in torch.autocast, and send 16 bits with compressor="bf16"; or train without gradwire\'s '
+    "hook"
+)
+
 STEPS_IN_BACKWARD = (
     "has parameters whose optimizer steps in backward (_apply_optimizer_in_backward), for which DDP registers a hook "
     "of its own in the first forward pass, and it takes one: step the optimizer after backward, or train without "

@@ -161,11 +161,11 @@ def test_close_gives_up_what_does_not_end(rig: Rig) -> None:
     futures = [rig.all_reduce(torch.ones(4)) for _ in range(3)]
     rig.executor.close(0.01)
     for future in futures:
-        with pytest.raises(RuntimeError, match="closed on rank 0 while an all-reduce was under way"):
+        with pytest.raises(RuntimeError, match="closed on rank 0 while an all-reduce was in flight"):
             future.wait()
     gate.opened.set()
     assert rig.reporter.asked == 0
-    assert rig.reporter.warned == ["gradwire was closed on rank 0 while an all-reduce was under way"]
+    assert rig.reporter.warned == ["gradwire was closed on rank 0 while an all-reduce was in flight"]
 
 
 def test_lanes_keep_denormals_where_the_program_flushes_them(rig: Rig) -> None:

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.comms.bootstrap.compat import PrefixStore, TCPStore
+from gradwire.comms.bootstrap.compat import PYTHON_REDUCER, PrefixStore, TCPStore
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.hook import PYTHON_REDUCER
 from gradwire.comms.step import features
 from support.processes import Processes
 

@@ -343,7 +343,7 @@ class SimSocket:
         return accepted, ("", 0)
 
     def getsockname(self) -> tuple[str, int]:
-        return self.process.host, self.port
+        return address_of(self.process.host), self.port
 
     def settimeout(self, seconds: float) -> None: ...
 
@@ -472,6 +472,11 @@ class _Names:
         return getattr(self._module, name)
 
 
+def address_of(host: str) -> str:
+    """The address of a host, whose name is a letter: ranks take no other text for an address."""
+    return f"10.0.0.{ord(host)}"
+
+
 @contextmanager
 def simulated(simulation: Simulation) -> Iterator[None]:
     """Has the membership, the ring and the store wait in simulated time, on simulated sockets."""
@@ -482,9 +487,9 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         simulation.listeners[made.port] = made
         return made
 
-    def start_connecting(host: str, port: int) -> SimSocket:
+    def start_connecting(address: str, port: int) -> SimSocket:
         made = SimSocket(simulation.process)
-        made.dialling = host, port
+        made.dialling = chr(int(address.rpartition(".")[2])), port
         return made
 
     def socketpair() -> tuple[SimSocket, SimSocket]:
@@ -547,7 +552,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         for name, replacement in {
             "listener_state": listener_state,
             "own_kernel": lambda: simulation.process.host,
-            "own_addresses": lambda *toward: [simulation.process.host],
+            "own_addresses": lambda *toward: [address_of(simulation.process.host)],
             "addresses_to_try": lambda name, addresses: list(addresses),
         }.items():
             stack.enter_context(patch.object(probe, name, replacement))

@@ -230,4 +230,4 @@ def test_the_environment_finds_replicated_models(processes: Processes) -> None:
     assert not second
     averaging, left = first
     assert "GRADWIRE_HOOK=int8: gradwire averages the gradients of every model of replicate()" in averaging
-    assert "leaves a model of replicate() alone" in left and "CPUOffloadPolicy" in left
+    assert "does not apply to a model of replicate()" in left and "CPUOffloadPolicy" in left

@@ -94,6 +94,7 @@ ENDED_BY = {
         comms/outer/outer.py: self.exchange.synchronize
         comms/sharded/overlap.py: self._reducing.pop(0).wait
         comms/sharded/overlap.py: work.wait
+        comms/transport/segment.py: words.wait_for
         comms/watch/session.py: self._analyzer.poll
         comms/watch/watch.py: session.poll
     """,
