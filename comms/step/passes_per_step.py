@@ -20,6 +20,7 @@ return the plain gradient. So training is refused, as soon as it is sure to be o
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -102,8 +103,10 @@ class PassesPerStep(StepListener):
         if self._refused is not None:
             raise self._refusal(self._refused)
         self._moved |= any(each._version != version for each, version, _ in self._sample)
-        self._differs += [(_values(each) != values).any() for each, _, values in self._sample if values is not None]
-        self._differs = [torch.stack(self._differs).any()] if self._differs else []
+        # Without memory nothing is compared: the launch that follows reports it to all ranks.
+        with suppress(torch.OutOfMemoryError):
+            self._differs += [(_values(each) != values).any() for each, _, values in self._sample if values is not None]
+            self._differs = [torch.stack(self._differs).any()] if self._differs else []
         self._sample = []
         if self._steps is not None and self._have_moved():
             raise self._refusal(MOVED)
@@ -114,10 +117,10 @@ class PassesPerStep(StepListener):
             self._layouts.add(id(layout))
             self._parameters.update(map(id, parameters))
         if not self._sample:
-            self._sample = [
-                (each, each._version, _values(each).clone() if number < MOST_SAMPLES else None)
-                for number, each in enumerate(parameters)
-            ]
+            self._sample = [(each, each._version, None) for each in parameters]
+            with suppress(torch.OutOfMemoryError):
+                for number, (each, version, _) in enumerate(self._sample[:MOST_SAMPLES]):
+                    self._sample[number] = each, version, _values(each).clone()
 
     def step_ended(self, step: EndedStep) -> None:
         """Counts a pass with gradients of this rank, unless nothing is compressed."""
