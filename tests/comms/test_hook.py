@@ -120,7 +120,9 @@ def test_the_compiled_autograd_reducer_is_refused_in_clear_words(results: Result
 
 def train_in_one_group_after_the_other(rank: int) -> list[float]:
     """This rank's gradient in each of three default groups, which have other ranks, and other models before."""
-    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False
+    )
     found = []
     for number, size in enumerate((2, 3, 3)):
         if rank < size:
