@@ -301,7 +301,7 @@ class Outer(TrainingState[AveragingSession]):
         self.exchange.averaging.agreement = self._agreement_of(communicator, first)
 
     def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
-        """Connects the surviving ranks, and returns their communicator.
+        """Makes a new communicator of the ranks that survive a failure, and continues the exchanges with it.
 
         Args:
             view: The surviving ranks, seen from this one.

@@ -102,7 +102,7 @@ class Allocating:
 
 
 class ReduceScatter(Allocating, ABC):
-    """A reduce-scatter of one parameter group in the form that FSDP2 calls.
+    """Base of what FSDP2 calls in place of its own reduce-scatter of one parameter group's gradients.
 
     Args:
         param_group: The parameter group.

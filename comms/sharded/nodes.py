@@ -168,7 +168,7 @@ class ShardNodes(ABC):
 
 
 class PlannedNodes(ShardNodes):
-    """Ranks on CPUs: their collectives follow plans, in the lanes of a communicator's executor.
+    """Runs the compressed collectives of a shard group on CPUs, by plans that the lanes of a communicator execute.
 
     Args:
         members: For each node, the indices of its ranks in the group; a rank's place is its position here.
@@ -182,7 +182,7 @@ class PlannedNodes(ShardNodes):
         self._member = Member(self._counterparts.index(communicator.rank), len(members))
 
     def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> ShardWork:
-        """Starts the collective in the communicator's lanes, along a plan with a compressed phase between nodes."""
+        """Starts a planned reduce-scatter of gradients: exact inside a node, in the codec's bits between nodes."""
         plan = self._plan(REDUCE_SCATTER, source.numel() // self.size, source.dtype, choice, payload_nbytes)
 
         def coded(region: Tensor, member: Member) -> Iterator[Request]:
@@ -194,7 +194,7 @@ class PlannedNodes(ShardNodes):
     def all_gather(
         self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceShard
     ) -> ShardWork:
-        """Starts the collective in the communicator's lanes, along a plan with a compressed phase between nodes."""
+        """Starts a planned all-gather of weights: in the codec's bits between nodes, then copied inside each node."""
         # The threads of lanes write to these flat shards, so they are made outside of a caller's inference mode.
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False):

@@ -116,7 +116,7 @@ class OptionalMembers:
 
     @property
     def changes(self) -> "tuple[Change, ...]":
-        """The changes of membership so far, oldest first, with the time of each part on this rank; elastic training.
+        """The losses and joins of ranks so far in elastic training, oldest first, each with the seconds of its parts.
 
         Raises:
             RuntimeError: `elastic` is not set, or the ranks have not connected.

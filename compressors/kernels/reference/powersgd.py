@@ -61,13 +61,30 @@ Restore = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
 def project_each(
     project: Project, flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor
 ) -> None:
-    """Runs `project` on one matrix after the other; the other arguments are those of `powersgd_project_many`."""
+    """Computes the factor P of each matrix of a shard, by calling `project` on one matrix after the other.
+
+    Args:
+        project: `powersgd_project` of one set of kernels.
+        flat: 1-D float32, the shard; the residual is added to its matrices in place.
+        residual: 1-D float32 compression error of earlier steps, as long as the shard; None adds nothing.
+        matrices: Places of the matrices and of their factors.
+        q: 1-D float32, factors Q of all matrices.
+        p: 1-D float32, overwritten with the factors P of all matrices.
+    """
     for run in matrices.runs:
         project(run.matrix(flat), None if residual is None else run.matrix(residual), run.q(q), run.p(p))
 
 
 def back_project_each(back_project: BackProject, flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
-    """Runs `back_project` on one matrix after the other; the other arguments: see `powersgd_back_project_many`."""
+    """Computes the factor Q of each matrix of a shard, by calling `back_project` on one matrix after the other.
+
+    Args:
+        back_project: `powersgd_back_project` of one set of kernels.
+        flat: 1-D float32, the shard.
+        matrices: Places of the matrices and of their factors.
+        p: 1-D float32, factors P of all matrices.
+        q: 1-D float32, overwritten with the factors Q of all matrices.
+    """
     for run in matrices.runs:
         back_project(run.matrix(flat), run.p(p), run.q(q))
 
