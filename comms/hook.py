@@ -43,7 +43,7 @@ from gradwire.comms.session import GradientSession, GradientState, SessionRanks
 from gradwire.comms.step.backward_tracker import BackwardTracker, StepState, is_timed
 from gradwire.comms.step.features import HOOK_OPTIONS, OptionalMembers, refuse_without_option, state_class
 from gradwire.comms.step.listeners import EndedStep
-from gradwire.comms.step.model_group import NOT_ALL_JOINED, checked_group, divides_by_present, group_of, owners_of
+from gradwire.comms.step.model_group import NOT_ALL_JOINED, checked_group, group_of, owners_of
 from gradwire.comms.streams import Mark
 from gradwire.compressors.base import Layout
 
@@ -380,10 +380,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         if communicator.device.type == "cuda":
             communicator.executor.stats.timing = is_timed(self.steps) or connection.listeners.wants_times
         self._timed = connection.listeners.wants_arrivals or communicator.executor.stats.timing
-        by_present = divides_by_present(self._ddp())
-        if by_present and connection.weights is None and self.config.sums.average:
-            connection.weigh_ranks()
-        self._step_options(connection.weights, has_inputs=self._has_inputs, by_present=by_present)
+        self._step_options(connection, self._ddp(), has_inputs=self._has_inputs)
         connection.fusion.defers = self._backward.marks_last_bucket
         connection.grouping = connection.fusion
         connection.listeners.step_began(self.steps)

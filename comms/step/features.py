@@ -7,7 +7,7 @@ other ranks while they are created.
 import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -16,10 +16,12 @@ from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, PLANNING, SAMPLE
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.step import listeners as order
 from gradwire.comms.step.listeners import CUTS, FIRST_STEPS, OBSERVER, STEP_WATCH, UNIT_RATES, Listeners
+from gradwire.comms.step.model_group import divides_by_present
 from gradwire.comms.step.stepwatch import StepWatch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
     from gradwire.comms.bootstrap.agree import Agreement
     from gradwire.comms.compression import Compression
@@ -46,6 +48,16 @@ OnMembershipChange: TypeAlias = "Callable[[View, View], None]"
 """Called with the ranks before and after a change of membership."""
 
 S = TypeVar("S")
+
+
+class WeighsRanks(Protocol):
+    """Declares what a session has to weigh the gradients of its ranks."""
+
+    weights: "SampleWeights | None"
+    """Listener that holds this rank's weight; None if all ranks weigh the same."""
+
+    def weigh_ranks(self) -> None:
+        """Makes `weights`, from the next step on; every rank calls it before the same step."""
 
 
 def state_class(plain: type[S], config: Config) -> type[S]:
@@ -126,19 +138,25 @@ class OptionalMembers:
     def admit_joining(self) -> None:
         """Admits the processes that wait to join; the model calls it before each forward pass in elastic training."""
 
-    def _step_options(self, weights: "SampleWeights | None", *, has_inputs: bool, by_present: bool) -> None:
-        """Tells the listener that weighs gradients how many samples this rank's next ones are the mean of.
+    def _step_options(self, session: WeighsRanks, model: "DistributedDataParallel | None", *, has_inputs: bool) -> None:
+        """Sets how much this rank's gradients weigh in the step that begins, if the ranks do not all weigh the same.
+
+        They weigh by samples with `reduction="samples"`. In `Join(..., divide_by_initial_world_size=False)` the ranks
+        that have inputs weigh the same, and the others nothing.
 
         Args:
-            weights: The listener; None if all ranks weigh the same.
+            session: Session of the connected ranks; its weights are made at the first step that needs them.
+            model: The DDP model; None if it is not known.
             has_inputs: Whether the gradients are of a backward pass, not the zeros that `Join` sends for a rank that
                 has no inputs left.
-            by_present: Whether only ranks that have inputs count, of which all weigh the same without samples.
         """
-        if weights is not None and self.config.sums.kind == SAMPLES:
-            weights.count = self._samples if has_inputs else 0
-        elif weights is not None:
-            weights.count = int(has_inputs or not by_present)
+        by_present = divides_by_present(model)
+        if by_present and session.weights is None and self.config.sums.average:
+            session.weigh_ranks()
+        if session.weights is not None and self.config.sums.kind == SAMPLES:
+            session.weights.count = self._samples if has_inputs else 0
+        elif session.weights is not None:
+            session.weights.count = int(has_inputs or not by_present)
 
 
 def compress_steps(
