@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -172,43 +173,45 @@ def test_a_bad_option_is_named(
     assert said in capsys.readouterr().err
 
 
-def test_a_stop_shows_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "train.py"
-    script.touch()
+@pytest.fixture
+def on_replaced_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Replaces names of the command's module, such as `run_emulated`; returns the words that compare a script then."""
 
+    def replace(nodes: int = 1, **names: object) -> list[str]:
+        script = tmp_path / "train.py"
+        script.touch()
+        for name, replacement in {"launcher_variables": dict, "available": lambda: None, **names}.items():
+            monkeypatch.setattr(compare, name, replacement)
+        return ["--nodes", str(nodes), "--ranks-per-node", "1", "--script", str(script)]
+
+    return replace
+
+
+def test_a_stop_shows_what_was_measured(
+    capsys: pytest.CaptureFixture[str], on_replaced_nodes: Callable[..., list[str]]
+) -> None:
     def stopped(options: argparse.Namespace, nodes: list[int], runs: _Runs) -> None:
         for name in (PLAIN, "torch fp16 hook"):
             runs.begin(name)
             runs.found[-1] = run_of(name, records([2.0, 2.0]))
         raise EndedBySignal(130)
 
-    monkeypatch.setattr(compare, "launcher_variables", dict)
-    monkeypatch.setattr(compare, "available", lambda: None)
-    monkeypatch.setattr(compare, "run_emulated", stopped)
     with pytest.raises(EndedBySignal):
-        main(["--nodes", "1", "--ranks-per-node", "1", "--script", str(script)])
+        main(on_replaced_nodes(run_emulated=stopped))
     caught = capsys.readouterr()
     assert "stopped in torch fp16 hook" in caught.err
     assert "torch fp16 hook" in caught.out and "2.000" in caught.out
 
 
 def test_no_advice_is_given_where_the_scripts_own_hook_ran(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], on_replaced_nodes: Callable[..., list[str]]
 ) -> None:
-    script = tmp_path / "train.py"
-    script.touch()
-
     def run(options: argparse.Namespace, nodes: list[int], runs: _Runs) -> None:
         for name, seconds in ((PLAIN, 2.0), ("gradwire int8", 1.0)):
             runs.begin(name)
             runs.found[-1] = run_of(name, records([seconds] * 4, hook="comm_hook"))
 
-    monkeypatch.setattr(compare, "launcher_variables", dict)
-    monkeypatch.setattr(compare, "available", lambda: None)
-    monkeypatch.setattr(compare, "run_emulated", run)
-    assert main(["--nodes", "1", "--ranks-per-node", "1", "--script", str(script)]) == 0
+    assert main(on_replaced_nodes(run_emulated=run)) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "gradwire int8: the script registers a hook itself, comm_hook, which ran in its place" in shown
     assert "leave its registration out, and compare again" in shown and "Take gradwire" not in shown
@@ -237,15 +240,12 @@ class FailingCluster:
 
 
 def test_a_script_that_fails_runs_once_and_its_error_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    on_replaced_nodes: Callable[..., list[str]],
 ) -> None:
-    script = tmp_path / "train.py"
-    script.touch()
-    monkeypatch.setattr(compare, "launcher_variables", dict)
-    monkeypatch.setattr(compare, "available", lambda: None)
-    monkeypatch.setattr(compare, "EmulatedCluster", FailingCluster)
     monkeypatch.setattr(FailingCluster, "runs", 0)
-    assert main(["--nodes", "2", "--ranks-per-node", "1", "--script", str(script)]) == 1
+    assert main(on_replaced_nodes(2, EmulatedCluster=FailingCluster)) == 1
     said = capsys.readouterr().err
     assert "the script does not run under plain DDP: it made 0 steps on all ranks, 7 are needed; rank 1 failed" in said
     assert "with status 3, and printed last:\n  FileNotFoundError: train.csv\n" in said

@@ -22,7 +22,6 @@ import torch
 from gradwire.bench.doctor import arrival
 from gradwire.bench.doctor import network as doctor_network
 from gradwire.bench.doctor.split import StepSplit
-from gradwire.comms import communicator as communicators
 from gradwire.comms.backend.node_collectives import NodeCollectives
 from gradwire.comms.bootstrap import liveness, probe
 from gradwire.comms.bootstrap import store as stores
@@ -36,7 +35,6 @@ from gradwire.comms.bootstrap.probe import SILENT, PeerAddress, PeerTable, Probe
 from gradwire.comms.bootstrap.ring_connections import Dialer, MemberRecords, RingConnections
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.config import Config
 from gradwire.comms.elastic import joining
 from gradwire.comms.elastic.joining import Requests
 from gradwire.comms.errors import PeerError
@@ -47,8 +45,8 @@ from gradwire.comms.observe.stall import StallWatch, WatchedJob
 from gradwire.comms.run.lane_executor import LaneExecutor
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.watch.names import WatchedModels
+from support.failing_lanes import all_reduce_errors
 from support.nccl import FakeNcclWorld
-from support.threads import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 20.0
@@ -276,19 +274,7 @@ def test_a_doctor_that_cannot_answer_closes_its_port(monkeypatch: pytest.MonkeyP
 def test_what_waits_for_a_lane_is_told(monkeypatch: pytest.MonkeyPatch, ended: Any, call: str) -> None:
     where = torch if call == "set_flush_denormal" else Lanes if call == "_run" else LaneExecutor
     monkeypatch.setattr(where, "serve" if call == "_run" else call, fails)
-    store = HashStore()
-
-    def body(rank: int) -> str:
-        config = Config(hostname="ab"[rank])
-        communicator = communicators.Communicator(store, rank, 2, torch.device("cpu"), config, name="lanes")
-        with pytest.raises(RuntimeError) as found:
-            communicator.all_reduce(torch.ones(4)).wait()
-        with pytest.raises(RuntimeError):
-            communicator.all_reduce(torch.ones(4)).wait()
-        communicator.close()
-        return str(found.value)
-
-    assert all("planted" in said for said in run_ranks(2, body))
+    assert all("planted" in said for said in all_reduce_errors())
     ended.get(timeout=SECONDS)
 
 

@@ -28,8 +28,6 @@ from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.probe import ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore, _Client
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import Config
 from gradwire.comms.elastic.joining import Requests
 from gradwire.comms.errors import PeerError
 from gradwire.comms.observe.metrics import Metrics
@@ -37,8 +35,8 @@ from gradwire.comms.observe.stall import StallWatch, WatchedJob
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.transport.parallel_tcp import Streams
 from gradwire.comms.watch.names import WatchedModels
+from support.failing_lanes import all_reduce_errors
 from support.nccl import FakeNcclWorld
-from support.threads import run_ranks
 
 SECONDS = 20.0
 REFUSED = "can't start new thread"
@@ -121,19 +119,7 @@ def test_collectives_of_a_node_and_requests_to_the_store_raise(refuse: Refuse) -
 
 def test_an_all_reduce_without_a_lane_fails_on_every_rank(refuse: Refuse) -> None:
     refuse(" lane ")
-    store = HashStore()
-
-    def body(rank: int) -> str:
-        config = Config(hostname="ab"[rank], timeout=timedelta(seconds=SECONDS))
-        communicator = Communicator(store, rank, 2, torch.device("cpu"), config, name="lanes")
-        with pytest.raises(RuntimeError) as found:
-            communicator.all_reduce(torch.ones(4)).wait()
-        with pytest.raises(RuntimeError):
-            communicator.all_reduce(torch.ones(4)).wait()
-        communicator.close()
-        return str(found.value)
-
-    assert all(REFUSED in said for said in run_ranks(2, body))
+    assert all(REFUSED in said for said in all_reduce_errors(timedelta(seconds=SECONDS)))
 
 
 def test_exchanges_fail_and_the_other_ranks_see_closed_connections(refuse: Refuse) -> None:

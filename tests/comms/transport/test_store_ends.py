@@ -1,7 +1,9 @@
 """Jobs that outlive the process which serves their store: buckets need it no more once the hook is registered."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -33,24 +35,31 @@ def wait_for_the_end_of(store: Store) -> None:
         time.sleep(0.05)
 
 
-def train_after_the_store(rank: int, compressor: str | None, numel: int) -> list[float]:
+def after_the_store(
+    rank: int, made: Callable[[], nn.Module], batch: torch.Tensor, compressor: str | None
+) -> torch.Tensor:
     """Rank 0 serves the store, waits until the sub-group of the others has bound its model, and exits before a step."""
     dist.init_process_group("gloo")
     group = dist.new_group([1, 2])
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         store.wait(["bound/1", "bound/2"])
-        return []
-    torch.manual_seed(rank)
-    model = DistributedDataParallel(nn.Linear(numel, 1, bias=False), process_group=group)
-    state = gradwire.HookState(model, compressor=compressor)
-    model.register_comm_hook(state, gradwire.comm_hook)
+        return torch.empty(0)
+    model = DistributedDataParallel(made(), process_group=group)
+    model.register_comm_hook(gradwire.HookState(model, compressor=compressor), gradwire.comm_hook)
     store.set(f"bound/{rank}", "")
     wait_for_the_end_of(store)
-    model(torch.full((1, numel), float(rank))).sum().backward()
+    model(batch).sum().backward()
     gradient = model.module.weight.grad
-    assert gradient is not None
-    return [float(gradient[0, 0]), float(gradient[0, -1])]
+    assert isinstance(gradient, torch.Tensor)
+    return gradient.to_dense()
+
+
+def train_after_the_store(rank: int, compressor: str | None, numel: int) -> list[float]:
+    """The first and the last value of a dense gradient that is summed without the store."""
+    batch = torch.full((1, numel), float(rank))
+    gradient = after_the_store(rank, partial(nn.Linear, numel, 1, bias=False), batch, compressor)
+    return [float(gradient[0, 0]), float(gradient[0, -1])] if rank else []
 
 
 @pytest.mark.parametrize("compressor", [None, "int8"])
@@ -63,20 +72,9 @@ def test_a_sub_group_trains_on_without_the_store(processes: Processes, compresso
 
 def train_an_embedding_after_the_store(rank: int) -> list[float]:
     """As `train_after_the_store`, with sparse gradients; both ranks look up row 3 and one of their own."""
-    dist.init_process_group("gloo")
-    group = dist.new_group([1, 2])
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        store.wait(["bound/1", "bound/2"])
-        return []
-    model = DistributedDataParallel(nn.Embedding(1 << 14, 64, sparse=True), process_group=group)
-    model.register_comm_hook(gradwire.HookState(model), gradwire.comm_hook)
-    store.set(f"bound/{rank}", "")
-    wait_for_the_end_of(store)
-    model(torch.tensor([3, rank])).sum().backward()
-    gradient = model.module.weight.grad
-    assert gradient is not None
-    return [float(gradient.to_dense()[row, 0]) for row in (1, 2, 3)]
+    made = partial(nn.Embedding, 1 << 14, 64, sparse=True)
+    gradient = after_the_store(rank, made, torch.tensor([3, rank]), None)
+    return [float(gradient[row, 0]) for row in (1, 2, 3)] if rank else []
 
 
 def test_sparse_gradients_need_the_store_no_more(processes: Processes) -> None:
