@@ -248,7 +248,8 @@ class OuterExchange:
             self._apply_pending()
         if not self.averaging.alone:
             self._catch_up()
-        if self.averaging.resilient_ops is not None and not self.averaging.alone:
+        if not self.averaging.alone:
+            # Until all have read the store in `_catch_up`: the rank that serves it may exit after it has saved.
             self.averaging.mean_of(self.fragments[0].anchor.new_zeros(1), self._announce)
         flats = [(each.anchor, each.momentum) for each in self.fragments]
         saved = Saved(

@@ -1,7 +1,7 @@
 """Jobs that outlive the process which serves their store: buckets need it no more once the hook is registered."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -117,3 +117,29 @@ def test_no_step_connects(nodes: str, name: str) -> None:
             communicator.close()
 
     assert run_ranks(len(nodes), run) == [set()] * len(nodes)
+
+
+def save_and_exit(rank: int, late: int) -> int:
+    """Takes two steps and saves; the rank `late` reads the others' counts a second after they were written."""
+    dist.init_process_group("gloo")
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = gradwire.Outer(model, optimizer, every=1, fragments=1, delay=0, inside="none")
+    for _ in range(2):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    if rank == late:
+        messages = outer.exchange.averaging.messages
+        read = messages.steps
+
+        def read_late(ranks: Sequence[int]) -> dict[int, int]:
+            time.sleep(1.0)
+            return read(ranks)
+
+        messages.steps = read_late  # type: ignore[method-assign]
+    return len(outer.state_dict())
+
+
+def test_the_rank_that_serves_the_store_may_exit_as_soon_as_it_has_saved_outer(processes: Processes) -> None:
+    first, second = processes(2, save_and_exit, 1, nodes="ab")
+    assert first == second > 0
