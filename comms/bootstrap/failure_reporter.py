@@ -371,9 +371,8 @@ class StoreFailureReporter(FailureReporter):
         """
         # What this rank knows by itself.
         missing_of = error.missing if isinstance(error, PeerError) and members else ()
-        dead = {
-            self._group[members[index]] for index in missing_of if index < len(members)
-        }  # a peer may have named them
+        # A peer may have named the places, so they need not be places of the collective.
+        dead = {self._group[members[index]] for index in missing_of if 0 <= index < len(members)}
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         overdue = PeerFailure.of(error).source == OVERDUE
         first = self.failures.first
