@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fake_cuda.drive import OPTIONS, Job, Model, gradient, group_options, make_state
+from fake_cuda.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
 from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.comms import hook
 from gradwire.comms.backend.planned import STEPS_IN_A_ROW, PlannedAllReduce
@@ -27,7 +28,6 @@ from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.run.stream_executor import StreamExecutor
 from gradwire.comms.step import optimizer_guard
 from gradwire.comms.transport.groups import Groups
-from support.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
 from support.threads import run_ranks
 
 Memory = Callable[[int], Any]

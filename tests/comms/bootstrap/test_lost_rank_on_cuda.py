@@ -17,10 +17,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from fake_cuda.drive import OPTIONS, Model, gradient, make_state
+from fake_cuda.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
 from gradwire.comms import hook
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from support.processes import Processes
-from support.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
 
 SECONDS = 10.0
 """A survivor has its error; what is measured is a second or two, the rest is for busy machines."""

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import gradwire
 from support.processes import Processes
@@ -16,14 +17,19 @@ def stalls_behind_an_error(rank: int, wrong: str) -> list[str] | None:
     """What rank 0 reports when it ends with an error, and rank 1 has ended before, without a word."""
     watch = gradwire.watch()
     dist.init_process_group("gloo")
+    store = distributed_c10d._get_default_store()
     for _ in range(5):
         dist.all_reduce(torch.ones(10))
     time.sleep(2.0)  # it has said so
     if rank == 1:
+        store.wait(["issued/0", "issued/2"])
         os._exit(0)
     try:
         if wrong == "another collective":
-            dist.all_reduce(torch.ones(10))
+            work = dist.all_reduce(torch.ones(10), async_op=True)
+            store.set(f"issued/{rank}", "")
+            work.wait()
+        store.set(f"issued/{rank}", "")
         time.sleep(1.0)
         raise ValueError("in the evaluation, long after the last collective")
     except (RuntimeError, ValueError):
