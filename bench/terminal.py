@@ -127,7 +127,7 @@ class PlainLines:
         self._began = time.monotonic()
         self._last = -math.inf
 
-    def say(self, text: str, *, at_once: bool = False) -> None:
+    def show(self, text: str, *, at_once: bool = False) -> None:
         """Prints a line with the seconds since this object was made; drops it if the last line is too recent.
 
         Args:

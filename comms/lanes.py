@@ -26,7 +26,7 @@ it in the next one; a synchronous phase needs no stage of its own. So stage (1, 
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class Transition:
     """Describes the transition of a job to another lane.
 
     Attributes:
@@ -38,24 +38,28 @@ class Hop:
     works: Sequence[Work]
 
 
+ChunkSteps = Iterator[Transition]
+"""Coroutine that does the work of a chunk in its present lane and yields the transition to the next one."""
+
+
 @dataclass(slots=True, eq=False)
 class LaneJob:
     """Holds a chunk of an all-reduce, which moves from lane to lane.
 
     Attributes:
-        steps: Coroutine that does the work and yields its next lane.
+        steps: Coroutine that does the work and yields its transition to the next lane.
         visits: Lanes that it visits in any case, in which it keeps its place in the order of submission. Other lanes,
             which only some jobs visit, serve jobs in the order of arrival.
         lane: Lane that it is in.
         works: Collectives to wait for before the next step.
-        hop: Transition after the current step; None if the job has ended.
+        transition: Transition after the current step; None if the job has ended.
     """
 
-    steps: Iterator[Hop]
+    steps: ChunkSteps
     visits: tuple[Lane, ...] = ((0, 0),)
     lane: Lane = (0, 0)
     works: Sequence[Work] = ()
-    hop: Hop | None = None
+    transition: Transition | None = None
 
 
 class _Signal(Enum):
@@ -108,7 +112,7 @@ class Lanes:
     def serve(self, lane: Lane) -> Iterator[LaneJob]:
         """Yields the jobs of a lane in turn; ends when all lanes are closed and no job is in flight.
 
-        The caller runs a job's step and sets `hop` to its transition. The job is passed on before the next is awaited.
+        The caller runs a job's step and sets its `transition`. The job is passed on before the next is awaited.
 
         Args:
             lane: Lane to serve; by one thread only.
@@ -128,11 +132,11 @@ class Lanes:
                 del news
                 continue
             yield job
-            if job.hop is None:
+            if job.transition is None:
                 self._end(job)
             else:
                 with self._lock:
-                    job.lane, job.works = job.hop.lane, job.hop.works
+                    job.lane, job.works = job.transition.lane, job.transition.works
                     self._queues[job.lane].arrivals.put(job)
             del job
 

@@ -60,7 +60,7 @@ def run_emulated(options: argparse.Namespace) -> Measured:
     # Emulate the cluster and fork its ranks; rank 0 prints records of JSON, which the collector reads.
     with progress_bar() as progress, EmulatedCluster([1] * len(nodes), f"{link}bit") as cluster:
         lines = PlainLines()
-        lines.say(
+        lines.show(
             f"{shape(nodes)} ranks on links of {options.nic}: configurations take turns, some minutes if a step is slow"
         )
         collector = Collector(progress, lines)

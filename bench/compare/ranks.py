@@ -85,7 +85,7 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
             that does not run, or the measurements of one that does.
     """
 
-    def say(record: dict[str, object]) -> None:
+    def send(record: dict[str, object]) -> None:
         if dist.get_rank() == 0:
             line(json.dumps(record))
 
@@ -95,17 +95,17 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
     model, loss = _model(settings)
     references = None if settings.replay else _references(model, loss)
     gradient_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    say({"gradient_nbytes": gradient_nbytes})
+    send({"gradient_nbytes": gradient_nbytes})
     # Try each configuration for a few steps; those that fail on any rank are reported and left out.
     running: list[Configuration] = []
     judges: list[_Judge] = []
     specs = select(configuration_specs(settings.with_mpi), settings.only)
     for number, spec in enumerate(specs, 1):
         judge = _Judge(references)
-        say({"turn": 0, "turns": None, "name": f"trying {spec.name}, {number} of {len(specs)}"})
+        send({"turn": 0, "turns": None, "name": f"trying {spec.name}, {number} of {len(specs)}"})
         configuration = _enter(spec, settings, model, loss, judge)
         if isinstance(configuration, str):
-            say({"name": spec.name, "reason": configuration})
+            send({"name": spec.name, "reason": configuration})
             continue
         running.append(configuration)
         judges.append(judge)
@@ -117,11 +117,11 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
 
     def taken(name: str, turn: int, turns: int) -> None:
         timed = turn > warmup * len(running)
-        say({"turn": turn, "turns": turns, "name": name, "seconds": seconds_of[name][-1] if timed else None})
+        send({"turn": turn, "turns": turns, "name": name, "seconds": seconds_of[name][-1] if timed else None})
 
     take_turns(running, rounds=settings.rounds, warmup=warmup, interface=interface, progress=taken)
     for configuration, judge in zip(running, judges, strict=True):
-        say(
+        send(
             {
                 "name": configuration.name,
                 "seconds": configuration.seconds,

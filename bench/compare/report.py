@@ -109,10 +109,10 @@ class Collector:
     def _turn(self, record: dict[str, Any]) -> None:
         """Prints the progress of a turn, and keeps its time for `so_far`."""
         if record["turns"] is None:
-            self._lines.say(record["name"], at_once=True)
+            self._lines.show(record["name"], at_once=True)
             return
         self._done = f"step {record['turn']} of {record['turns']}"
-        self._lines.say(f"{self._done}: {record['name']}")
+        self._lines.show(f"{self._done}: {record['name']}")
         if record["seconds"] is not None:
             self._so_far.setdefault(record["name"], []).append(record["seconds"])
 

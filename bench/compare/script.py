@@ -283,7 +283,7 @@ class _Runs:
         """Moves the bar to a step of the running configuration."""
         number, name = len(self.found), self.found[-1].name
         self._progress.update(self._task, completed=(number - 1) * self._steps + step, description=name)
-        self._lines.say(
+        self._lines.show(
             f"{name}, {number} of {len(self.configurations)}: step {step} of {self._steps}", at_once=not step
         )
 

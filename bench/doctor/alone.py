@@ -27,7 +27,7 @@ def examine_alone(wanted: Wanted) -> JobFacts:
     Raises:
         RuntimeError: `--script` was given, and there is no torch to run the script with.
     """
-    wanted.say("looking at this machine")
+    wanted.show_progress("looking at this machine")
     has_torch = local.has_torch()
     if wanted.script and not has_torch:
         raise RuntimeError(
@@ -47,6 +47,6 @@ def examine_alone(wanted: Wanted) -> JobFacts:
         work = replace(work, threads_seconds=slow, fair_seconds=fair)
     runs = []
     if wanted.script:
-        wanted.say(f"running {wanted.script[0]}")
+        wanted.show_progress(f"running {wanted.script[0]}")
         runs = [run_script(wanted.script, None)]
     return with_script(JobFacts(ranks=(own,), work=(work,)), wanted, runs)

@@ -190,7 +190,7 @@ def _wanted(options: argparse.Namespace, status: StatusLine) -> Wanted:
         link_bytes_per_second=None if options.link is None else parse_rate(options.link, "--link") / 8,
         script=script,
         seconds=options.seconds,
-        say=status.show,
+        show_progress=status.show,
     )
 
 

@@ -132,7 +132,7 @@ class _Examination:
 
     def run(self) -> JobFacts | None:
         # Wait for all ranks; without one of them nothing can be measured.
-        self._wanted.say("waiting for all ranks")
+        self._wanted.show_progress("waiting for all ranks")
         missing = self._control.arrive(ARRIVE, self._late)
         if received := self._control.broadcast(missing, ARRIVE + TIMEOUT):
             assert isinstance(received, list)
@@ -201,7 +201,7 @@ class _Examination:
         if absent:
             words.append(f"rank {listed(absent)}, of which nothing was heard")
         text = f"waiting for {'; '.join(words)}"
-        self._wanted.say(text)
+        self._wanted.show_progress(text)
         if seconds > SAY_LATE_SECONDS and not self._said_late:
             self._said_late = True
             complain("doctor", f"after {seconds:.0f} s still {text}; for {ARRIVE.total_seconds() - seconds:.0f} s more")
@@ -227,7 +227,7 @@ class _Examination:
         torch 2.13). Once one rank has failed, or `GLOO_SECONDS` have passed, no rank waits for it any longer.
         """
         # Start the thread, and wait until it has connected, another rank has failed, or the time is up.
-        self._wanted.say("connecting with gloo")
+        self._wanted.show_progress("connecting with gloo")
         before = _local_addresses()
         errors: list[str] = []
         failed = PrefixStore("doctor-gloo-failed", self._control.store)
@@ -284,7 +284,7 @@ class _Examination:
 
     def _exchange_nodes(self) -> None:
         """Gathers each rank's facts on rank 0, and broadcasts the ranks, addresses and ports of the nodes."""
-        self._wanted.say("reading the machines of all ranks")
+        self._wanted.show_progress("reading the machines of all ranks")
         first_here = (self._own.local_rank or 0) == 0
         if first_here:
             self._own = replace(self._own, gdr=local.gdr_verdicts(), gpus=busy_gpu_states())
@@ -314,7 +314,7 @@ class _Examination:
         with held_port() as free:
             port = self._broadcast(free if self._start.rank == 0 else None)
             ranks = self._nodes[self._node]
-            self._wanted.say(f"running {self._wanted.script[0]}")
+            self._wanted.show_progress(f"running {self._wanted.script[0]}")
             run = run_script(
                 self._wanted.script,
                 {
@@ -333,7 +333,7 @@ class _Examination:
 
     def _foreign(self) -> None:
         """Measures other programs' traffic: the rates of each node's NIC while no rank sends. The maximum is kept."""
-        self._wanted.say("listening for other traffic")
+        self._wanted.show_progress("listening for other traffic")
         self._control.barrier(TIMEOUT)
         name = self._own.gloo_interface or ""
         own: dict[str, object] | None = None
@@ -368,7 +368,7 @@ class _Examination:
         # Measure the rounds one after the other.
         found: list[object] = []
         for number, pairs in enumerate(rounds):
-            self._wanted.say(f"measuring links, round {number + 1} of {len(rounds)}")
+            self._wanted.show_progress(f"measuring links, round {number + 1} of {len(rounds)}")
             found += self._measured(pairs, seconds)
         self._take(found)
         if self._start.rank == 0:
@@ -383,7 +383,7 @@ class _Examination:
                 return
             found = []
             for pair in again:
-                self._wanted.say(f"measuring the links that look bad again ({number + 1})")
+                self._wanted.show_progress(f"measuring the links that look bad again ({number + 1})")
                 found += self._measured([(pair[0], pair[1])], AGAIN_FLOW)
             self._take(found)
 
@@ -439,7 +439,7 @@ class _Examination:
         others: list[dict[str, str]] = self._layout["others"]
         if not any(others):
             return
-        self._wanted.say("measuring interfaces that are not in use")
+        self._wanted.show_progress("measuring interfaces that are not in use")
         own: list[dict[str, object]] = []
         pair = next((each for each in pairings(len(self._nodes), 1)[0] if each[0] == self._node), None)
         if self._leads and pair is not None:
@@ -458,7 +458,7 @@ class _Examination:
     def _work(self) -> None:
         """Measures every rank's core at the same time, then slow nodes again beside a good one only."""
         # All ranks compute at once, as in training; the better of two tries counts.
-        self._wanted.say("measuring the processors")
+        self._wanted.show_progress("measuring the processors")
         self._control.barrier(TIMEOUT)
         own = max(core_work(WORK_SECONDS) for _ in range(2))
         oversubscribed: object = None
@@ -548,7 +548,7 @@ class _Examination:
         # The slowest rank's time counts; of errors, the one that caused the others.
         times = []
         for number, (kind, device) in enumerate(kinds):
-            self._wanted.say(f"all-reduce by {kind}")
+            self._wanted.show_progress(f"all-reduce by {kind}")
             own = _time_backend(kind, torch.device(device), world, nbytes, number, bound)
             found = [from_record(BackendTime, each) for each in self._collect(to_record(own))]
             if found:

@@ -54,24 +54,24 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
         console: Console to print to.
         took_seconds: Length of the examination in seconds.
     """
-    say = console.print
+    print_line = console.print
     nodes = facts.nodes
     count = f"{len(facts.ranks)} rank{'s' if len(facts.ranks) > 1 else ''}"
     many = f" on {len(nodes)} nodes" if len(nodes) > 1 else f" on {escape(facts.names[0])}"
-    say(f"gradwire doctor: {count}{many}, looked at in {took_seconds:.0f} s", highlight=False)
+    print_line(f"gradwire doctor: {count}{many}, looked at in {took_seconds:.0f} s", highlight=False)
     for line in headline(facts) if not facts.missing_ranks else ["Nothing was measured: ranks are missing."]:
-        say(escape(line), highlight=False)
-    say()
+        print_line(escape(line), highlight=False)
+    print_line()
     for number, each in enumerate(found, start=1):
         _print_one(number, each, console)
     if facts.pairs:
-        say(pair_table(facts))
+        print_line(pair_table(facts))
     if facts.backends:
-        say(backend_table(facts))
+        print_line(backend_table(facts))
     for note in facts.notes:
-        say(f"Not looked at: {escape(note)}", highlight=False)
+        print_line(f"Not looked at: {escape(note)}", highlight=False)
     for line in conclusion(facts, found):
-        say(escape(line), style="bold", highlight=False, soft_wrap=line.startswith(TYPE))
+        print_line(escape(line), style="bold", highlight=False, soft_wrap=line.startswith(TYPE))
 
 
 def conclusion(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:

@@ -25,7 +25,7 @@ class Wanted:
     """Script to run and its arguments; empty for none."""
     seconds: float = 45.0
     """Approximate length of the examination, without the run of the user's script."""
-    say: Callable[[str], None] = field(default=lambda text: None)
+    show_progress: Callable[[str], None] = field(default=lambda text: None)
     """Callback with a line of progress."""
 
 

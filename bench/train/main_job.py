@@ -24,7 +24,7 @@ from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
 from gradwire.bench.terminal import STDOUT, StatusLine, add_json_option, right_columns, working, write_json
-from gradwire.bench.train.story import foretell, predicted_seconds, tell
+from gradwire.bench.train.summary import predicted_seconds, summarize, summarize_prediction
 from gradwire.bench.train.train import TrainingResult
 
 NODES = [2, 2]
@@ -233,15 +233,15 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         f"{first.steps} steps, {first.gradient_nbytes / 1e6:.2f} MB of gradients; per step; loss in nats, "
         f"{first.first_loss:.2f} at the start\n"
     )
-    story = (tell if reason is None else foretell)(results, bits_per_second)
-    for line in story:
+    summary = (summarize if reason is None else summarize_prediction)(results, bits_per_second)
+    for line in summary:
         console.print(line)
     return {
         "kind": "main_job",
         "nodes": NODES,
         "nic_bits_per_second": bits_per_second,
         "results": [asdict(one) for one in results],
-        "story": story,
+        "summary": summary,
     }
 
 

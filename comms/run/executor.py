@@ -6,7 +6,7 @@ needs do nothing in a `LaneExecutor`. An executor knows no optimizer and no repo
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError
-from gradwire.comms.lanes import Hop, Lane
+from gradwire.comms.lanes import ChunkSteps, Lane, Transition
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
 from gradwire.comms.run.all_reduces import NO_PLAN, AllReduce, Bucket, RunningAllReduce, WaitingAllReduce, finish
 from gradwire.comms.run.failure_handler import FailureHandler
@@ -95,7 +95,7 @@ class Executor(ABC):
         """
 
     def start_steps(
-        self, bucket: Bucket, name: str, steps: Generator[Hop, None, Tensor], lanes: tuple[Lane, ...]
+        self, bucket: Bucket, name: str, steps: Generator[Transition, None, Tensor], lanes: tuple[Lane, ...]
     ) -> None:
         """Starts a coroutine that follows no plan, such as a sparse sum; returns at once, on CUDA when all is issued.
 
@@ -113,7 +113,7 @@ class Executor(ABC):
         self._start_steps(run, name, self._completing(run, steps), lanes)
 
     @abstractmethod
-    def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+    def _start_steps(self, run: RunningAllReduce, name: str, steps: ChunkSteps, lanes: tuple[Lane, ...]) -> None:
         """Starts a coroutine that completes its own all-reduce; see `start_steps`.
 
         Args:
@@ -123,14 +123,14 @@ class Executor(ABC):
             lanes: Lanes that it visits, in order.
         """
 
-    def _completing(self, run: RunningAllReduce, steps: Generator[Hop, None, Tensor]) -> Iterator[Hop]:
+    def _completing(self, run: RunningAllReduce, steps: Generator[Transition, None, Tensor]) -> ChunkSteps:
         """Runs a coroutine, and completes the bucket's future with its result: a coroutine around it."""
         self._raise_failure()
         (bucket,) = run.all_reduce.buckets
         bucket.flat = yield from steps
         finish(run.all_reduce, bucket.flat, None, self.stats.now())
 
-    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
+    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
         """Takes one chunk through the phases of its plan; see `Programs.run_chunk`.
 
         Raises:
@@ -155,7 +155,7 @@ class Executor(ABC):
             self._start_migration(self._programs.migrate(layout, rank_plan.compressed_shards(), device, ask))
 
     @abstractmethod
-    def _start_migration(self, steps: Iterator[Hop]) -> None:
+    def _start_migration(self, steps: ChunkSteps) -> None:
         """Starts a coroutine of `Programs.migrate`, to run after the all-reduces started so far and before the next.
 
         On a CPU it is queued for the first lane; on CUDA it is advanced to its end before this returns.

@@ -7,7 +7,7 @@ all ranks change lanes at the same points, also those that have nothing to send 
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
+from gradwire.comms.lanes import ChunkSteps, Lane, LaneJob, Lanes, Transition
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, RunningAllReduce, WaitingAllReduce, finish, pack
 from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
@@ -116,14 +116,14 @@ class LaneExecutor(Executor):
             steps = self.run_chunk(run, chunk)
             self._submit(_ChunkJob(steps, visits, run=run, stays=stays, start=chunk.start))
 
-    def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+    def _start_steps(self, run: RunningAllReduce, name: str, steps: ChunkSteps, lanes: tuple[Lane, ...]) -> None:
         run.began = self.stats.clock.now()
         self._submit(_ChunkJob(steps, lanes, lanes[0], run=run, name=name))
 
-    def _start_migration(self, steps: Iterator[Hop]) -> None:
+    def _start_migration(self, steps: ChunkSteps) -> None:
         self._submit(_ChunkJob(steps, name="migration of compression state"))
 
-    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
+    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
         """Takes one chunk through its phases; the last one to end completes the futures. See `Executor.run_chunk`."""
         if self.failures.error is not None:
             self._raise_failure()
@@ -222,31 +222,31 @@ class LaneExecutor(Executor):
         """Waits for a job's works and runs it until it changes to another lane or ends; errors go to its futures.
 
         Args:
-            job: The job; its `hop` is set if it changes lanes. A job that stays is run through all lanes to its end.
+            job: The job; its `transition` is set if it changes lanes. One that stays runs through all lanes.
             lane: Lane of this thread.
         """
-        job.hop = None
+        job.transition = None
         try:
             while True:
                 if self.stats.recorder is None:
                     for work in job.works:
                         work.wait()
                     job.works = ()
-                    hop = next(job.steps, None)
+                    transition = next(job.steps, None)
                 else:
-                    hop = self._recorded_step(self.stats.recorder, job, lane)
-                if hop is None:
+                    transition = self._recorded_step(self.stats.recorder, job, lane)
+                if transition is None:
                     return
                 if not job.stays:
-                    self._open((hop.lane,))
-                    job.hop = hop
+                    self._open((transition.lane,))
+                    job.transition = transition
                     return
-                lane = job.lane = hop.lane
-                job.works = hop.works
+                lane = job.lane = transition.lane
+                job.works = transition.works
         except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
             self._fail(job, error)
 
-    def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Hop | None:
+    def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Transition | None:
         """Waits for a job's works and advances it once, as `_step` does, and records both as spans of a trace.
 
         Args:
@@ -255,7 +255,7 @@ class LaneExecutor(Executor):
             lane: Lane that the job is in.
 
         Returns:
-            The next hop; None if the job has ended.
+            The next transition; None if the job has ended.
         """
         track, number = f"lane {lane[0]}.{lane[1]}", -1 if job.run is None else job.run.number
         if job.works:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from gradwire.comms.lanes import Hop, Lane
+from gradwire.comms.lanes import ChunkSteps, Lane, Transition
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart
 from gradwire.comms.run.all_reduces import RunningAllReduce
@@ -71,7 +71,7 @@ class Programs:
         """Whether there is a compressor."""
         return self._compressor is not None
 
-    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
+    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
         """Takes one chunk through the phases of its plan.
 
         A coroutine: each step issues collectives and names the lane in which the next one runs.
@@ -99,7 +99,7 @@ class Programs:
             # Continue in the lane of the next phase, which waits for the works, so that this lane is free meanwhile.
             if part.phase.asynchronous:
                 lane = (index + 1, 0)
-                yield Hop(lane, ended.works)
+                yield Transition(lane, ended.works)
                 # Works keep the buffers that were received.
                 ended.works.clear()
             sent.append(ended.sent_nbytes)
@@ -114,7 +114,7 @@ class Programs:
         if scale != 1.0:
             flat[chunk.start : chunk.stop].mul_(scale)
 
-    def migrate(self, layout: Layout, shards: list[tuple[int, int]], device: torch.device, ask: bool) -> Iterator[Hop]:
+    def migrate(self, layout: Layout, shards: list[tuple[int, int]], device: torch.device, ask: bool) -> ChunkSteps:
         """Moves compression state between the ranks of this node; see `migration.migrate`.
 
         Args:
@@ -133,7 +133,7 @@ class Programs:
 
     def _exact(
         self, flat: Tensor, part: PhasePart, lane: Lane, index: int, scale: float
-    ) -> Generator[Hop, None, _Ended]:
+    ) -> Generator[Transition, None, _Ended]:
         """Issues the steps of an exact phase, each in a lane of its own: a coroutine.
 
         Args:
@@ -147,7 +147,7 @@ class Programs:
         for number, step in enumerate(part.steps):
             if number:
                 lane, scale = (index, number), 1.0
-                yield Hop(lane, works)
+                yield Transition(lane, works)
                 works.clear()
             works = []
             for transfer in step:
@@ -156,7 +156,7 @@ class Programs:
 
     def _compressed(
         self, run: RunningAllReduce, part: PhasePart, lane: Lane, index: int, scale: float
-    ) -> Generator[Hop, None, _Ended]:
+    ) -> Generator[Transition, None, _Ended]:
         """Runs a compressed phase, a coroutine: all shards of this rank advance together, each round in its own lane.
 
         Args:
@@ -207,7 +207,7 @@ class Programs:
                 break
             rounds += 1
             lane = (index, rounds)
-            yield Hop(lane, works)
+            yield Transition(lane, works)
         # Copy back what was converted or kept apart.
         for shard, result in zip(shards, wide, strict=True):
             if result.data_ptr() != shard.data_ptr():
@@ -265,7 +265,7 @@ class Programs:
                 others = []
 
     def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark, ended: Mark) -> None:
-        """Records a phase in a trace; nothing to do for lanes, which record each hop themselves."""
+        """Records a phase in a trace; nothing to do for lanes, which record each transition themselves."""
 
 
 def issue_together(transport: Transport, collectives: Sequence[Collective]) -> Work:

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradwire.comms.lanes import Hop, Lane
+from gradwire.comms.lanes import Lane, Transition
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE
 from gradwire.comms.plan.rank_plans import LaneGroup
 from gradwire.comms.transport.groups import Groups, Transport
@@ -126,7 +126,7 @@ def check_sparse(sparse: Tensor) -> None:
 
 def sum_sparse(
     sparse: Tensor, groups: Groups, rank: int, sharing: Sharing, *, scale: float, as_dense: bool | str, count: Count
-) -> Generator[Hop, None, Tensor]:
+) -> Generator[Transition, None, Tensor]:
     """Sums a sparse tensor over all ranks: a coroutine that passes through `LANES`.
 
     Args:
@@ -151,8 +151,8 @@ def sum_sparse(
     if len(rail) > 1:
         own = yield from _between(own, groups, rail, _owned(sharing, rank, shape[:sparse_dim]), as_dense, count)
     else:
-        yield Hop(LANES[1], ())
-        yield Hop(LANES[2], ())
+        yield Transition(LANES[1], ())
+        yield Transition(LANES[2], ())
     if len(node) > 1:
         own = _to_all(own, groups[LANES[2], node], count)
     places = torch.stack(torch.unravel_index(own.keys, shape[:sparse_dim]))
@@ -242,7 +242,7 @@ def _to_owners(own: Rows, transport: Transport, owners: int, count: Count) -> Ro
 
 def _between(
     own: Rows, groups: Groups, rail: tuple[int, ...], owned: range, as_dense: bool | str, count: Count
-) -> Generator[Hop, None, Rows]:
+) -> Generator[Transition, None, Rows]:
     """Sums the rows of an owner over the nodes: a coroutine that ends in the last of `LANES`.
 
     Args:
@@ -256,10 +256,10 @@ def _between(
     size, width, element_nbytes = len(rail), own.values.shape[1], own.values.element_size()
     counts: list[int] = []
     if as_dense is True:
-        yield Hop(LANES[1], ())
+        yield Transition(LANES[1], ())
     else:
         found, work = _counts(groups[LANES[0], rail], [own.keys.numel()], own.keys)
-        yield Hop(LANES[1], (work,))
+        yield Transition(LANES[1], (work,))
         counts = found.view(-1).tolist()
         if as_dense == AUTO:
             rows_nbytes = max(counts) * (KEY_NBYTES + width * element_nbytes) * (size - 1)
@@ -270,12 +270,12 @@ def _between(
         dense = own.values.new_zeros((len(owned), width + 1))
         dense[(own.keys - owned.start) // owned.step] = torch.nn.functional.pad(own.values, (0, 1), value=1.0)
         count(BETWEEN, ALL_REDUCE, own.nbytes, 2 * (size - 1) / size * dense.nbytes)
-        yield Hop(LANES[2], (transport.all_reduce(dense.view(-1)),))
+        yield Transition(LANES[2], (transport.all_reduce(dense.view(-1)),))
         there = dense[:, width].nonzero().view(-1)
         return Rows(there * owned.step + owned.start, dense[there, :width])
     parts, works = _gathered(own, transport, counts)
     count(BETWEEN, ALL_GATHER, own.nbytes, own.nbytes * (size - 1))
-    yield Hop(LANES[2], works)
+    yield Transition(LANES[2], works)
     return _summed(parts)
 
 

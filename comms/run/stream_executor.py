@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter
-from gradwire.comms.lanes import Hop, Lane
+from gradwire.comms.lanes import ChunkSteps, Lane
 from gradwire.comms.plan.plan import Transfer
 from gradwire.comms.plan.rank_plans import PhasePart, RankPlan
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, Open, RunningAllReduce, WaitingAllReduce, finish, pack
@@ -51,7 +51,7 @@ class _HeldChunk:
     """
 
     run: RunningAllReduce
-    steps: Iterator[Hop]
+    steps: ChunkSteps
     number: int
 
 
@@ -247,7 +247,7 @@ class StreamExecutor(Executor):
             self.stats.recorder.note_all_reduce(run, now)
         finish(run.all_reduce, run.flat, None, now)
 
-    def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+    def _start_steps(self, run: RunningAllReduce, name: str, steps: ChunkSteps, lanes: tuple[Lane, ...]) -> None:
         self._raise_failure()
         self.carried.append(run.all_reduce.buckets[0].index)
         try:
@@ -257,7 +257,7 @@ class StreamExecutor(Executor):
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
             self._give_up_now(error)
 
-    def _start_migration(self, steps: Iterator[Hop]) -> None:
+    def _start_migration(self, steps: ChunkSteps) -> None:
         with self.exclusive():
             for _ in steps:
                 pass
@@ -398,10 +398,10 @@ def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
     return tensor
 
 
-def _advance(steps: Iterator[Hop], phase: int) -> None:
+def _advance(steps: ChunkSteps, phase: int) -> None:
     """Runs a chunk on the current stream up to the phase of that index, or to its end."""
-    for hop in steps:
-        for work in hop.works:
+    for transition in steps:
+        for work in transition.works:
             work.wait()
-        if hop.lane[0] >= phase:
+        if transition.lane[0] >= phase:
             return

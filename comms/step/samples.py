@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 UNKNOWN = -1.0
 """Number of samples that a rank reports if the user has set none."""
 
-NOT_SAID = (
-    "`reduction` is samples, and rank {ranks} has not said how many samples its gradients are the mean of; wanted "
+MISSING_SAMPLES = (
+    "`reduction` is samples, and rank {ranks} has not set how many samples its gradients are the mean of; wanted "
     "`state.samples = len(batch)` on every rank before backward"
 )
 NO_SAMPLES = (
-    "`samples` is 0 on every rank: there is no gradient to average; leave such a step out on all ranks, or say how "
+    "`samples` is 0 on every rank: there is no gradient to average; leave such a step out on all ranks, or set how "
     "many samples it is of"
 )
 
@@ -100,7 +100,7 @@ class SampleWeights(StepListener):
             return
         counts = [count for (count,) in rows]
         if missing := [str(rank) for rank, count in enumerate(counts) if count == UNKNOWN]:
-            raise ValueError(NOT_SAID.format(ranks=", ".join(missing)))
+            raise ValueError(MISSING_SAMPLES.format(ranks=", ".join(missing)))
         total = sum(counts)
         if total == 0:
             raise ValueError(NO_SAMPLES)

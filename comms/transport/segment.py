@@ -130,7 +130,7 @@ class _Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _SetupMessage:
     """A message between two ranks of the group.
 
     Attributes:
@@ -166,7 +166,7 @@ class _NoOffer:
     errno: int | None
 
 
-_MESSAGE: MessageType[_Said] = MessageType(_Said, most_nbytes=MESSAGE_NBYTES)
+_MESSAGE: MessageType[_SetupMessage] = MessageType(_SetupMessage, most_nbytes=MESSAGE_NBYTES)
 _OFFER: MessageType[_Offer | _NoOffer] = MessageType(_Offer | _NoOffer)
 
 

@@ -446,7 +446,8 @@ class GlooTransport(TorchTransport):
                 self._sockets.connections += [Connection(each, os.fstat(each).st_ino) for each in made.by_descriptor]
                 weakref.finalize(self, made.close)
                 if self.size > 2 and knows_gloo_sums():
-                    self._adds_as_ring = all(each for (each,) in self._told(struct.pack("?", sums_as_rings(self)), "?"))
+                    as_rings = self._gathered(struct.pack("?", sums_as_rings(self)), "?")
+                    self._adds_as_ring = all(each for (each,) in as_rings)
         return self._streams if nbytes >= FAR_NBYTES else None
 
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
@@ -457,19 +458,19 @@ class GlooTransport(TorchTransport):
         own, trip = self._farthest()
         listener = None if own is None else parallel_tcp.StreamListener(*own, backlog=MOST_CONNECTIONS * self.size)
         try:
-            trips = sorted(each for (each, *_) in self._told(struct.pack("d", trip), "d"))
+            trips = sorted(each for (each, *_) in self._gathered(struct.pack("d", trip), "d"))
             # Both ends of a pair measure its round trip, and a busy moment inflates one of them: the second largest.
             count = choose(trips[-2])
             address = "" if own is None else own[1]
             port, token = (0, 0) if listener is None else (listener.port, listener.token)
             family = socket.AF_UNSPEC if own is None else own[0]
-            told = self._told(struct.pack(_PLACE, count, family, port, token, address.encode()), _PLACE)
-            count = max(each[0] for each in told)
-            if count < 2 or listener is None or not all(each[4].strip(b"\0") for each in told):
+            places = self._gathered(struct.pack(_PLACE, count, family, port, token, address.encode()), _PLACE)
+            count = max(each[0] for each in places)
+            if count < 2 or listener is None or not all(each[4].strip(b"\0") for each in places):
                 return None
             deadline = time.monotonic() + self._timeout.total_seconds()
             found: dict[int, list[socket.socket]] = {}
-            for rank, (_, kind, port, token, text) in enumerate(told[: self.rank]):
+            for rank, (_, kind, port, token, text) in enumerate(places[: self.rank]):
                 place = text.strip(b"\0").decode()
                 found[rank] = parallel_tcp.connect(kind, place, port, token, self.rank, count, deadline, self._aborted)
             higher = dict.fromkeys(range(self.rank + 1, self.size), count)
@@ -488,8 +489,8 @@ class GlooTransport(TorchTransport):
                 trip = max(trip, TcpInfo.of(copy).trip_seconds)
         return own, trip
 
-    def _told(self, own: bytes, form: str) -> list[tuple[Any, ...]]:
-        """All-gather `own`, and return each rank's values by the struct format `form`, in rank order."""
+    def _gathered(self, own: bytes, form: str) -> list[tuple[Any, ...]]:
+        """All-gathers `own`, and returns each rank's values by the struct format `form`, in rank order."""
         source = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         output = source.new_empty(self.size * len(own))
         super().all_gather(output, source).wait()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
+from gradwire.comms.lanes import Lane, LaneJob, Lanes, Transition
 
 
 class Sleep:
@@ -33,12 +33,12 @@ class Recorder:
         self.done = threading.Semaphore(0)
 
     def job(self, number: int, rounds: int, fails_in: Lane | None = None) -> LaneJob:
-        def steps() -> Iterator[Hop]:
+        def steps() -> Iterator[Transition]:
             lane: Lane = (0, 0)
             for target in [*((1, step) for step in range(1, rounds + 1)), (2, 0)]:
                 self.visit(number, lane, fails_in)
                 lane = target
-                yield Hop(lane, [Sleep(0.002 * (number * 7 % 3))])
+                yield Transition(lane, [Sleep(0.002 * (number * 7 % 3))])
             self.visit(number, lane, fails_in)
             self.done.release()
 
@@ -59,16 +59,16 @@ class Recorder:
         """What the executor does in each of its threads."""
         self.current.lane = lane
         for job in self.lanes.serve(lane):
-            job.hop = None
+            job.transition = None
             try:
                 for work in job.works:
                     work.wait()
-                job.hop = next(job.steps, None)
+                job.transition = next(job.steps, None)
             except RuntimeError as error:
                 self.errors.append(error)
                 self.done.release()
-            if job.hop is not None:
-                self.open(job.hop.lane)
+            if job.transition is not None:
+                self.open(job.transition.lane)
             del job
 
     def visit(self, number: int, lane: Lane, fails_in: Lane | None) -> None:

@@ -12,7 +12,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.fusion import Fusion, FusionPlan
-from gradwire.comms.lanes import Hop
+from gradwire.comms.lanes import Transition
 from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
 from gradwire.comms.run import programs
@@ -104,25 +104,25 @@ def test_a_bucket_is_divided_once_it_has_its_buffers(
     numel, gradient = 100, randn(100).to(dtype)
     transfer = Transfer(op, 0, (0,), 0, numel, () if op == ALL_REDUCE else (0, numel))
 
-    def run_chunk(flat: Tensor) -> Iterator[Hop]:
+    def run_chunk(flat: Tensor) -> Iterator[Transition]:
         return executor.run_chunk(*run_of(flat, Phase(op, 0, asynchronous=True), transfer, (), False))
 
-    def wait(hop: Hop) -> None:
-        for work in hop.works:
+    def wait(transition: Transition) -> None:
+        for work in transition.works:
             work.wait()
 
-    for hop in run_chunk(gradient.clone()):  # connects
-        wait(hop)
+    for transition in run_chunk(gradient.clone()):  # connects
+        wait(transition)
     flat, allowed, rounds = gradient.clone(), 0, None
     while rounds is None:
         try:
             with full_memory(allowed):
-                hop = next(rounds := run_chunk(flat))
+                transition = next(rounds := run_chunk(flat))
         except torch.OutOfMemoryError:
             assert torch.equal(flat, gradient), f"changed before allocation {allowed + 1}"
             rounds, allowed = None, allowed + 1
     assert allowed > 0 or op == ALL_REDUCE
-    for last in (hop, *rounds):
+    for last in (transition, *rounds):
         wait(last)
     assert torch.equal(flat, gradient * (1 / 3))
 
@@ -138,8 +138,8 @@ def average(compressor: Compressor, flat: Tensor, flush: bool) -> None:
     phase = Phase(ALL_REDUCE, 0, compressor=compressor.name)
     transfer = Transfer(ALL_REDUCE, 0, tuple(range(SIZE)), 0, flat.numel(), ())
     executor = an_executor(Echoes(), compressor)  # type: ignore[arg-type]
-    for hop in executor.run_chunk(*run_of(flat, phase, transfer, (LAYOUT,), flush)):
-        for work in hop.works:
+    for transition in executor.run_chunk(*run_of(flat, phase, transfer, (LAYOUT,), flush)):
+        for work in transition.works:
             work.wait()
 
 

@@ -13,7 +13,7 @@ from gradwire.comms import streams
 from gradwire.comms.bootstrap import failure_reporter
 from gradwire.comms.bootstrap.compat import BackendWork, HashStore
 from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
-from gradwire.comms.lanes import Hop
+from gradwire.comms.lanes import Transition
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, RunningAllReduce
@@ -52,12 +52,12 @@ class Issuing(StreamExecutor):
         self.rounds = rounds
         self.issued: list[tuple[str, int, int]] = []
 
-    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
+    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Transition]:
         for index in range(len(run.rank_plan.plan.phases)):
             self.issued.append((str(run.all_reduce.layout), chunk.start, index))
             if index == 1:
-                yield from (Hop((index, number), []) for number in range(1, self.rounds + 1))
-            yield Hop((index + 1, 0), [])
+                yield from (Transition((index, number), []) for number in range(1, self.rounds + 1))
+            yield Transition((index + 1, 0), [])
 
     def send(self, name: str, phases: tuple[Phase, ...], chunks: int = 1, *, hold: bool = False) -> Bucket:
         flat = torch.zeros(4) if isinstance(self._streams, NoStreams) else Mock()
@@ -154,7 +154,7 @@ def test_after_an_error_the_current_stream_waits_for_what_was_issued(
     side_streams, waits, (computing, *sides) = recorded()
 
     class Failing(Issuing):
-        def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
+        def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Transition]:
             waits.append(("issue", None))
             raise torch.OutOfMemoryError("no memory left")
             yield

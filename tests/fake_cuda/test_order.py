@@ -85,7 +85,7 @@ FAILING = {
 
 @pytest.mark.parametrize("name", FAILING)
 def test_cases_in_which_the_chunks_once_overtook_each_other(name: str) -> None:
-    # Each chunk went one hop forward a turn, and a rank whose shard needed fewer hops was ahead with its all-gather.
+    # Each chunk went one stage forward a turn, and a rank whose shard had fewer stages was ahead with its all-gather.
     check(*FAILING[name])
 
 

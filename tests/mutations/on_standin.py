@@ -33,8 +33,8 @@ ON_STANDIN = (
     Mutation(
         "on the stand-in: a collective is not awaited",
         "comms/run/stream_executor.py",
-        "        for work in hop.works:\n            work.wait()\n        if hop.lane[0] >= phase:",
-        "        if hop.lane[0] >= phase:",
+        "        for work in transition.works:\n            work.wait()\n        if transition.lane[0] >= phase:",
+        "        if transition.lane[0] >= phase:",
         "What follows reads a buffer that NCCL still writes.",
         (f"{_SCHEDULES}[room for all-exact]",),
     ),

@@ -116,8 +116,8 @@ STREAMS = (
     Mutation(
         "a collective is not awaited",
         _EXECUTOR,
-        "        for work in hop.works:\n            work.wait()\n        if hop.lane[0] >= phase:",
-        "        if hop.lane[0] >= phase:",
+        "        for work in transition.works:\n            work.wait()\n        if transition.lane[0] >= phase:",
+        "        if transition.lane[0] >= phase:",
         "What follows reads a buffer that NCCL still writes.",
         (f"{_HOOK}test_every_plan[hierarchical-aabb-1]",),
     ),

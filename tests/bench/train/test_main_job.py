@@ -7,7 +7,7 @@ from rich.console import Console
 
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.train.main_job import READABLE_MBIT, main, readable_rate, result_table, steps_within
-from gradwire.bench.train.story import foretell, tell
+from gradwire.bench.train.summary import summarize, summarize_prediction
 from gradwire.bench.train.train import TrainingResult
 from gradwire.comms.plan.advise import warning_of
 
@@ -59,7 +59,7 @@ def test_the_story_says_what_was_saved_on_which_link_and_that_the_loss_held() ->
         a_result("gradwire", 0.5, 2e6, predicted_seconds=PREDICTED),
         a_result("gradwire:int8", 0.25, 0.5e6, final_loss=2.51),
     ]
-    exact, lossy, quality = tell(results, 60_000_000)
+    exact, lossy, quality = summarize(results, 60_000_000)
     assert (
         "links of 60 Mbit/s" in exact and "0.300 s saved, 1.60x" in exact and "2.00 MB a step instead of 3.00" in exact
     )
@@ -73,7 +73,7 @@ def test_the_story_does_not_call_a_loss_a_success() -> None:
         a_result("gradwire", 0.6, 3.1e6, predicted_seconds=PREDICTED | {"powersgd": 0.39, "fp16": 0.38}),
         a_result("gradwire:int8", 0.55, 0.5e6, final_loss=2.6),
     ]
-    exact, lossy, quality = tell(results, 2_500_000_000)
+    exact, lossy, quality = summarize(results, 2_500_000_000)
     assert "2.5 Gbit/s" in exact and "0.100 s lost" in exact and "3% more" in exact
     assert "saves nothing" in lossy
     assert quality.startswith("Quality did not hold") and "more than it varies" in quality
@@ -90,14 +90,14 @@ def test_without_a_slow_link_bytes_are_told_and_times_only_predicted() -> None:
         replace(a_result("gradwire:int8", 0.9, None), node_nbytes_per_step=0.5e6),
         replace(a_result("gradwire:onebit", 0.9, None), node_nbytes_per_step=0.1e6),
     ]
-    exact, lossy, _, times, quality = foretell(results, 60_000_000)
+    exact, lossy, _, times, quality = summarize_prediction(results, 60_000_000)
     assert exact == "gradwire: a node would send 2.00 MB a step where plain DDP sends 3.00: 33% less."
     assert "0.50 MB" in lossy and "83% less" in lossy
     assert "links of 60 Mbit/s" in times and "0.600 s under plain DDP" in times and "not measured" in times
     assert "0.400 s with gradwire (1.50x as fast)" in times and "0.200 s with" in times and "onebit" not in times
     assert quality.startswith("Quality held")
-    story = exact + lossy + times
-    assert "0.7" not in story and "0.9" not in story  # what the loopback took means nothing
+    summary = exact + lossy + times
+    assert "0.7" not in summary and "0.9" not in summary  # what the loopback took means nothing
 
     console = Console(width=80)
     with console.capture() as capture:

@@ -195,7 +195,7 @@ def test_samples_weigh(processes: Processes) -> None:
         assert each["equal counts"]
         assert each["accumulated"] < 1e-5
         missing, empty = each["unsaid"]
-        assert "rank 2 has not said how many samples" in missing and "state.samples" in missing
+        assert "rank 2 has not set how many samples" in missing and "state.samples" in missing
         assert "`samples` is 0 on every rank" in empty
 
 

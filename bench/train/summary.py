@@ -4,7 +4,7 @@ from gradwire.bench.train.train import TrainingResult
 from gradwire.topology.wording import rate
 
 
-def tell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
+def summarize(results: list[TrainingResult], bits_per_second: int) -> list[str]:
     """Returns sentences about a run with emulated links; every figure was measured in it.
 
     Args:
@@ -19,7 +19,7 @@ def tell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
     return [*lines, _quality(plain, others)]
 
 
-def foretell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
+def summarize_prediction(results: list[TrainingResult], bits_per_second: int) -> list[str]:
     """Returns sentences about a run whose links could not be made slow: bytes are counted, seconds predicted.
 
     Args:
@@ -52,7 +52,7 @@ def foretell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
 
 
 def predicted_seconds(results: list[TrainingResult]) -> dict[str, float]:
-    """Return hook -> predicted seconds of the backward pass with its communication; hooks without one are left out.
+    """Returns hook -> predicted seconds of the backward pass with its communication; hooks without one are left out.
 
     Args:
         results: Results of one run.
@@ -66,7 +66,7 @@ def predicted_seconds(results: list[TrainingResult]) -> dict[str, float]:
 
 
 def setting(hook: str) -> str:
-    """Return a hook as a user writes it: `gradwire:int8` is what `compressor="int8"` sets."""
+    """Returns a hook as a user writes it: `gradwire:int8` is what `compressor="int8"` sets."""
     name, _, compressor = hook.partition(":")
     return f'{name} with compressor="{compressor}"' if compressor else name
 
