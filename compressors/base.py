@@ -67,14 +67,15 @@ Request = Collective | tuple[Collective, ...]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """This rank's place in the group that a shard is summed over."""
+    """This rank's place in the group that a shard is summed over: its rank, the group's size, the weights of parts."""
 
     rank: int
     """Index in the group, 0 <= rank < size."""
     size: int
     """Number of ranks."""
     shares: tuple[int, ...] = ()
-    """Weight of the part that each rank owns in an exchange, if their links differ in rate; empty for equal parts."""
+    """Weight of the part of a shard that each rank owns and sums in the two-stage exchange, if their links differ in
+    rate; empty for equal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +253,10 @@ class CompressorTraits:
 
     @property
     def has_owners(self) -> bool:
-        """True if payloads are sent to the owners of parts, which send the sums back to all ranks (two_stage.py)."""
+        """True if each rank owns a part of a shard: it gets the payloads of that part, and sends all ranks their sum.
+
+        That is the two-stage exchange of two_stage.py: an all-to-all, then an all-gather.
+        """
         return False
 
     @property

@@ -50,19 +50,19 @@ class Selection:
     one run."""
 
     def gather(self, shard: Tensor) -> Tensor:
-        """Returns the selected elements: a view if they are one run, else a copy."""
+        """Returns the selected elements of `shard`, 1-D: a view if they are one run, else a copy; see `scatter`."""
         if len(self.runs) == 1:
             start, stop = self.runs[0]
             return shard if stop - start == shard.numel() else shard[start:stop]
         return torch.cat(self._views(shard))
 
     def scatter(self, part: Tensor, shard: Tensor) -> None:
-        """Writes `part` back to where `gather` took it from."""
+        """Writes `part`, which `gather` has returned, back to its places in `shard`; a view is there already."""
         if len(self.runs) > 1:
             torch._foreach_copy_(self._views(shard), part.split_with_sizes(self.sizes[1::2]))
 
     def _views(self, shard: Tensor) -> tuple[Tensor, ...]:
-        """Returns the runs, all views made by one call."""
+        """Returns views of `shard`, one for each of the runs, of which there are several."""
         return shard[: self.runs[-1][1]].split_with_sizes(self.sizes)[1::2]
 
 
@@ -168,7 +168,14 @@ class Composite(CompressorTraits):
         return _side_by_side(shard, split, group)
 
     def end_step(self, finite: bool | Tensor) -> None:
-        """Ends a step of every compressor: commits or drops their staged state."""
+        """Ends a step of every compressor: commits or drops their staged state; see `Compressor.end_step`.
+
+        Args:
+            finite: Whether the step's averages were finite on all ranks; a bool, or a 0-dim bool tensor.
+
+        Raises:
+            TypeError: `finite` is a tensor, but no 0-dim bool one; nothing was changed.
+        """
         check_finite(finite)
         for compressor in self._compressors():
             compressor.end_step(finite)
@@ -191,28 +198,50 @@ class Composite(CompressorTraits):
         return [note for each in self._compressors() if isinstance(each, Stateful) and (note := each.note())]
 
     def exchanged(self, transfers: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
-        """Passes on to every compressor what was exchanged in the step."""
+        """Passes on to every compressor what was exchanged in the step; see `CompressorTraits.exchanged`.
+
+        Args:
+            transfers: Layouts that were exchanged, those of all ranks.
+            finite: Whether all averages of the step are finite.
+            unused: Names of parameters whose averages are not used.
+        """
         for each in self._compressors():
             traits_of(each).exchanged(transfers, finite, unused)
 
     def retract_step(self) -> None:
-        """Takes the last step out of the count of every compressor."""
+        """Takes the last step out of the count of every compressor; see `Compressor.retract_step`."""
         for compressor in self._compressors():
             compressor.retract_step()
 
     def rescale(self, factor: float | Tensor) -> None:
-        """Multiplies residuals and momenta of all compressors by `factor`."""
+        """Multiplies residuals and momenta of all compressors by `factor`; see `Compressor.rescale`.
+
+        Args:
+            factor: A number, or a 0-dim float32 or float64 tensor.
+
+        Raises:
+            TypeError: `factor` is a tensor, but no 0-dim floating-point one; nothing was changed.
+        """
         check_factor(factor)
         for compressor in self._compressors():
             compressor.rescale(factor)
 
     def bind_model(self, numels: Mapping[str, int]) -> None:
-        """Sets the model in all compressors, so that each can refuse another model's state."""
+        """Sets the model in all compressors, so that each can refuse another model's state.
+
+        Args:
+            numels: Elements of each parameter, by name.
+        """
         for compressor in self._compressors():
             compressor.bind_model(numels)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """Adds the residuals of all compressors to `shard`, in place."""
+        """Adds the residuals of all compressors to `shard`, in place; see `Compressor.flush`.
+
+        Args:
+            shard: 1-D float32, changed in place.
+            layout: Places of the parameters in `shard`.
+        """
         for compressor, selection in self._split(layout):
             part = selection.gather(shard)
             compressor.flush(part, selection.layout)

@@ -110,7 +110,7 @@ class PowerSGD(Stateful):
 
     @property
     def has_owners(self) -> bool:
-        """True if a codec encodes the factors: owners then sum them, in the two-stage exchange."""
+        """True if a codec encodes the factors: each rank then owns a part of them and sums it (two-stage exchange)."""
         return self.codec is not None
 
     def rounds(self, *, by_owners: bool) -> int:

@@ -41,11 +41,23 @@ class Stateful(CompressorTraits):
         self._numels: dict[str, int] = {}
 
     def bind_model(self, numels: Mapping[str, int]) -> None:
-        """Stores the number of elements of each parameter, by which another model's state is refused."""
+        """Stores the number of elements of each parameter, by which another model's state is refused.
+
+        Args:
+            numels: Elements of each parameter, by name.
+        """
         self._numels = dict(numels)
 
     def end_step(self, finite: bool | Tensor) -> None:
-        """Commits or drops the staged values of all fields, and counts a finite step."""
+        """Commits or drops the staged values of all fields, and counts a finite step; see `Compressor.end_step`.
+
+        Args:
+            finite: Whether the step's averages were finite on all ranks. A 0-dim bool tensor decides on its device, and
+                the step is counted in any case; see `retract_step`.
+
+        Raises:
+            TypeError: `finite` is a tensor, but no 0-dim bool one; nothing was changed.
+        """
         check_finite(finite)
         for store in self.fields.values():
             if isinstance(finite, Tensor):
@@ -57,13 +69,19 @@ class Stateful(CompressorTraits):
         self.step += 1 if isinstance(finite, Tensor) else int(finite)
 
     def exchanged(self, transfers: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
-        """Keeps the stored values of the parameters in `unused`, and drops what was staged of them."""
+        """Keeps the stored values of the parameters in `unused`, and drops what was staged of them.
+
+        Args:
+            transfers: Layouts that were exchanged; not used here.
+            finite: Whether all averages of the step are finite; not used here.
+            unused: Names of parameters whose averages are not used.
+        """
         if unused:
             for store in self.fields.values():
                 store.pass_over(unused)
 
     def retract_step(self) -> None:
-        """Takes the last step out of the count."""
+        """Takes the last step out of the count, because it was not finite; see `Compressor.retract_step`."""
         self.step -= 1
 
     def note(self) -> str:
@@ -71,7 +89,14 @@ class Stateful(CompressorTraits):
         return ""
 
     def rescale(self, factor: float | Tensor) -> None:
-        """Multiplies all fields by `factor`, because the loss scale has changed."""
+        """Multiplies all fields by `factor`, because the loss scale has changed; see `Compressor.rescale`.
+
+        Args:
+            factor: A number, or a 0-dim float32 or float64 tensor.
+
+        Raises:
+            TypeError: `factor` is a tensor, but no 0-dim floating-point one; nothing was changed.
+        """
         check_factor(factor)
         for store in self.fields.values():
             store.rescale(factor)
@@ -118,7 +143,12 @@ class Stateful(CompressorTraits):
         return rows
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
-        """Adds exported rows to the stored values: one row for each field."""
+        """Adds exported rows to the stored values.
+
+        Args:
+            layout: Layout of the elements.
+            rows: 2-D float32 (fields, layout.numel), as `export` returns them; copied.
+        """
         for store, row in zip(self.fields.values(), rows, strict=True):
             store.adopt(layout, row)
 
@@ -142,7 +172,11 @@ class Stateful(CompressorTraits):
         self.step = int(state["step"])
 
     def _check_state(self, state: Mapping[str, StateValue]) -> dict[str, list[Piece]]:
-        """Returns the pieces of each field, or refuses the whole state."""
+        """Returns field -> its pieces, copied from a state dict.
+
+        Raises:
+            ValueError: The state is of another compressor or another model, or is damaged.
+        """
         if state.get("compressor") != self.name:
             raise ValueError(
                 f"`state` belongs to compressor {state.get('compressor')!r}, this one is {self.name!r}: "

@@ -229,7 +229,7 @@ class TwoStage(Stateful):
 
     @property
     def has_owners(self) -> bool:
-        """True: payloads are sent to the owners of parts, which send the sums back."""
+        """True: each rank owns a part of a shard, sums the payloads of that part, and sends the sum to all ranks."""
         return True
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
@@ -272,7 +272,12 @@ class TwoStage(Stateful):
             prepare_kernels(device, families)
 
     def codec_for(self, layout: Layout, rank: int) -> PieceCodec:
-        """Returns the codec for this step's payload of this shard."""
+        """Returns the codec for this step's payload of a shard.
+
+        Args:
+            layout: Layout of the shard.
+            rank: Index of this rank in the group.
+        """
         return self.random_codec(layout, rank) if self.stochastic else self.codec
 
     def random_codec(self, layout: Layout, rank: int) -> PieceCodec:
@@ -301,7 +306,15 @@ class TwoStage(Stateful):
         """
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """Adds the worker and the server residual to `shard`, in place."""
+        """Adds this rank's residuals to `shard`, in place, before a dense all-reduce.
+
+        They are the compression errors of its payloads (worker) and of the sums of the part that it owns (server). They
+        are set to zero when the step commits; the momentum stays.
+
+        Args:
+            shard: 1-D float32, changed in place.
+            layout: Places of the parameters in `shard`.
+        """
         if not self.residual:
             return
         self._fold_server(layout, shard.device)
@@ -311,18 +324,33 @@ class TwoStage(Stateful):
             self.fields["residual"].stage(layout, shard.device).zero_()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """Removes and returns the state; the server residual is added to the worker residual."""
+        """Removes and returns the state, see `Compressor.export`; the row of the server residual is zero.
+
+        What it held has been added to the worker residual.
+        """
         if self.residual:
             self._fold_server(layout, device)
         return super().export(layout, device)
 
     def _with_momentum(self, shard: Tensor, layout: Layout) -> Tensor:
-        """Returns momentum * u + gradient, in the staged buffer of the new u; `shard` stays as it is."""
+        """Returns the new momentum, momentum * u + gradient, which replaces u when the step commits.
+
+        Args:
+            shard: 1-D float32, the gradient; not changed.
+            layout: Places of the parameters in `shard`.
+        """
         old, new = self.fields["momentum"].update(layout, shard.device)
         return torch.add(shard, old, alpha=self.momentum, out=new)
 
     def _dense(self, source: Tensor, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
-        """Replaces `shard` by the exact sum of `source` plus the residuals, which become zero."""
+        """Replaces `shard` by the exact sum over the group of `source` plus the residuals, which become zero.
+
+        Args:
+            source: 1-D float32, this rank's contribution: `shard` itself, or the momentum.
+            shard: 1-D float32, overwritten.
+            layout: Places of the parameters in `shard`.
+            group: The ranks to sum over.
+        """
         if source is not shard:
             shard.copy_(source)
         self.flush(shard, layout)
@@ -332,7 +360,10 @@ class TwoStage(Stateful):
                 self.observe(shard, layout)
 
     def _residuals(self, layout: Layout, group: Member, device: torch.device) -> Residuals:
-        """Returns the residuals of a shard and the staged buffers for the new ones; all None if none is kept."""
+        """Returns the residuals of a shard and the buffers for the new ones; all None without error feedback.
+
+        A server residual of other parts, owned before the parts changed, is first added to the worker residual.
+        """
         if not self.residual:
             return Residuals()
         part = self._own_parts[layout, group]
@@ -342,6 +373,6 @@ class TwoStage(Stateful):
         return Residuals(*worker.update(layout, device), *server.update(part, device))
 
     def _fold_server(self, layout: Layout, device: torch.device) -> None:
-        """Adds this rank's server residual to its worker residual, which has the same effect on the next sum."""
+        """Moves this rank's server residual into its worker residual, which has the same effect on the next sum."""
         if self.fields["server"].holds(layout):
             self.fields["residual"].adopt(layout, self.fields["server"].export(layout, device))

@@ -19,7 +19,10 @@ class CudaKernelsError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CudaSetup:
-    """The parts of CUDA found on a machine; versions are as CUDA's functions return them, 1000 * major + 10 * minor."""
+    """The CUDA found on a machine: of torch, of CuPy, of the driver, and one device.
+
+    A version that is an int is 1000 * major + 10 * minor, as cudaRuntimeGetVersion and cuDriverGetVersion return it.
+    """
 
     torch_cuda: str | None
     """CUDA that torch was built for, such as "13.0"; None for a build without CUDA."""
@@ -32,7 +35,7 @@ class CudaSetup:
     driver: int
     """Newest CUDA that the driver supports; 0 if unknown."""
     capability: tuple[int, int]
-    """Compute capability of the device."""
+    """Compute capability of the device, (major, minor)."""
     device_name: str
     """Name of the device."""
     torch_hip: str | None = None
