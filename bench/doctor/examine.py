@@ -661,9 +661,12 @@ def _backends_of(facts: JobFacts, launcher: str) -> list[tuple[str, str]]:
 
 
 def _backend_nbytes(facts: JobFacts) -> int:
-    """Returns the bytes of an all-reduce that takes about `BACKEND_SECONDS`.
+    """Returns the bytes of the all-reduce by which backends are timed, so that it takes about `BACKEND_SECONDS`.
 
-    They are no more than the gradients' and 64 MiB, but at least 64 KiB.
+    At most the bytes of the gradients and 64 MiB, at least 64 KiB; 16 MB at most if no link was measured.
+
+    Args:
+        facts: Facts of the job, with the rates of the links.
     """
     moment = BACKEND_SECONDS * facts.good_rate() / 2 if facts.pairs else 16e6
     return max(min(facts.gradient_nbytes, int(moment), 64 << 20) // 4 * 4, 1 << 16)

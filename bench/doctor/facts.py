@@ -21,7 +21,7 @@ BUCKET_NBYTES = 25 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkInterface:
-    """One network interface of a node."""
+    """One network interface of a node: a NIC, a virtual interface, a bridge or the loopback; its link and addresses."""
 
     name: str
     kind: str
@@ -118,7 +118,10 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRates:
-    """Best of several TCP measurements between two nodes. Rates are bytes per second, as (a to b, b to a)."""
+    """Best of several TCP measurements between two nodes. Rates are bytes per second, as (a to b, b to a).
+
+    `a` and `b` are numbers of nodes, see `JobFacts.nodes`.
+    """
 
     a: int
     b: int
@@ -179,7 +182,7 @@ def _larger(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreachedPair:
-    """Pair of nodes of which a could not connect to b."""
+    """Pair of nodes of which a could not connect to b; both are numbers of nodes, see `JobFacts.nodes`."""
 
     a: int
     b: int
@@ -188,7 +191,7 @@ class UnreachedPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceRate:
-    """Rate between two nodes over an interface that the job does not use."""
+    """Rate between the nodes numbered a and b over an interface of theirs that the job does not use."""
 
     a: int
     b: int
@@ -301,7 +304,7 @@ class JobFacts:
 
     @property
     def nodes(self) -> list[list[RankFacts]]:
-        """Ranks of each node; nodes are ordered by their lowest rank."""
+        """Facts of the ranks of each node, by rank; nodes are numbered from 0, in the order of their lowest rank."""
         found: dict[tuple[str, ...], list[RankFacts]] = {}
         for each in sorted(self.ranks, key=lambda one: one.rank):
             found.setdefault(each.host, []).append(each)
@@ -326,7 +329,10 @@ class JobFacts:
         return len(domains) > 1 and len(set(domains)) == 1 and domains[0] is not None
 
     def without_pairs_in_domains(self) -> "JobFacts":
-        """Returns the facts without the pairs of hosts of one NVLink domain: TCP does not carry their gradients."""
+        """Returns the facts without the TCP rates (`pairs`) between nodes of one NVLink domain.
+
+        Gradients between these go over NVLink, so a check of the network must not report a slow link between them.
+        """
         of = self.nvlink_domains
         pairs = tuple(pair for pair in self.pairs if of[pair.a] is None or of[pair.a] != of[pair.b])
         return self if len(pairs) == len(self.pairs) else dataclasses.replace(self, pairs=pairs)

@@ -73,11 +73,11 @@ class StepSplit:
             self._last = now
 
     def close(self) -> None:
-        """Ends the sampling."""
+        """Tells the sampling thread to end, and does not wait for it; what was counted can still be written."""
         self._closed.set()
 
     def begin(self) -> None:
-        """Starts counting. The main thread calls it at the end of a step."""
+        """Starts counting: `write` averages what comes from now on. The main thread calls it at the end of a step."""
         with self._lock:
             if self._closed.is_set():
                 return

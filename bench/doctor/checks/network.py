@@ -537,7 +537,11 @@ def _below(mtu: int) -> int:
 
 
 def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports that gloo or NCCL uses a slower network than the nodes have, or one that does not reach the others."""
+    """Reports that gloo or NCCL uses a slower interface than the nodes have, or one that leads to no other node.
+
+    Also a GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names no interface of a node, and a NIC that is faster by its
+    driver, over which nothing was measured. An interface is slower if another one was measured to be 1.4 times as fast.
+    """
     names = facts.names
     found = [*_unknown_interface(facts), *_nowhere(facts)]
     if found:
