@@ -223,9 +223,10 @@ class ElasticTraining(StepListener):
 
     @property
     def together(self) -> bool:
-        """Whether all ranks of this generation ran the last operation in it, or none did.
+        """Whether this rank ran the last operation, such as the averaging of a step, to its end itself.
 
-        False on a rank that took the result from others after a rank failure; such a step is not reported.
+        False if after a rank failure it took the result from ranks that had completed the operation before. It then
+        sends no numbers about the step (straggler detection, trace): those ranks send none in the present generation.
         """
         return self.resilient_ops is None or self.resilient_ops.by_itself
 

@@ -94,15 +94,16 @@ def equalize_decoders(
     communicator: Communicator,
     wait: Callable[[FutureTensor], Tensor],
 ) -> None:
-    """Makes shared decoder state equal on all nodes: the first rank of each node receives every element any rank has.
+    """Makes the state with which payloads are decoded equal on all nodes again, after a rank failed or joined.
 
-    The ranks of a node hold different elements and all nodes the same ones, but after a rank failed or joined, some
-    nodes have gaps. The elements move on to their owners within the node later. Nothing is changed here before all
-    elements have been received, so the call may be interrupted and repeated.
+    The ranks of a node share the elements, and all nodes hold the same ones; a failed rank leaves a gap on its node.
+    Afterwards the first rank of each node holds every element that any rank had, and its other ranks hold none: the
+    elements move on to their owners within the node later. With the plan `flat` every rank holds every element. Nothing
+    is changed before all elements have been received, so the call may be interrupted and repeated.
 
     Args:
-        stores: Compressor state whose elements have one nonzero value wherever they are held; replaced in place. The
-            same number of stores on all ranks.
+        stores: Compressor state (`CompressorTraits.shared`) whose elements have one nonzero value on all ranks that
+            hold them; the content is replaced. The same number of stores on all ranks.
         numels: Number of elements of each parameter, by name; the same on all ranks, in the same order.
         communicator: Communicator of all ranks.
         wait: Waits for an all-reduce and returns its tensor, or raises its error.

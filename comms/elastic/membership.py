@@ -197,7 +197,7 @@ class Membership:
 
     @property
     def failures(self) -> Failures:
-        """Rank failures in the training thread's generation, as far as known; the first one ends it for all ranks."""
+        """Failures known to this rank in the generation that the training thread is in; the first ends it for all."""
         return self._current.failures
 
     def was_first(self, view: View) -> bool:
@@ -305,10 +305,12 @@ class Membership:
         latest.close(orderly=orderly)
 
     def _begin(self, generation: "_Generation") -> None:
-        """Joins the ring of connections that detects failures in a generation; nothing to do for a single rank.
+        """Connects this rank to the ring of connections that detects failures in a generation (`LivenessRing`).
+
+        A single rank has no ring. A failure that this rank finds is then published in the store for the others.
 
         Args:
-            generation: The generation that begins; its `ring` is set.
+            generation: The generation that begins; its `ring` and the `notify` of its `failures` are set here.
         """
         view = generation.view
         signal = AbortSignal(self._store, view.rank, f"{view.generation}/abort")
@@ -368,7 +370,13 @@ class Membership:
                 self._changed.notify_all()
 
     def _enter(self, generation: "_Generation") -> None:
-        """Begins the generation whose members the store lists as following `generation`, unless it has begun.
+        """Begins the generation after a given one, with the members that its leader has listed in the store.
+
+        It becomes `_latest`, and the training thread, which enters it by `next`, is notified. Does nothing if it has
+        begun already, or after `close`.
+
+        Args:
+            generation: The generation that is over.
 
         Raises:
             EvictedError: This rank is not among the members.

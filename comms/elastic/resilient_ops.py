@@ -248,8 +248,9 @@ class ResilientOps:
         membership: Agrees with the other ranks on the members of each generation.
         repeated: Number of repeats of operations so far.
         has_begun: Returns whether this rank has sent a part of an operation for which it calls `complete` later.
-        by_itself: Whether this rank ran the last operation itself, rather than got its result from ranks that were
-            ahead. In that case either all ranks of the present generation ran it in this generation, or none did.
+        by_itself: Whether this rank ran the last operation to its end itself. If it did, so did all ranks of its
+            generation, or they take the result in the next one. False if it took the result, after a rank failure, from
+            ranks that had completed the operation before.
         changes: The last changes of membership, oldest first.
     """
 

@@ -283,7 +283,14 @@ class StateTransfer:
         return self._send(flat).cpu().numpy().tobytes()
 
     def _send(self, flat: Tensor) -> Tensor:
-        """Broadcasts rank 0's tensor and returns it on all ranks; `flat` is overwritten on the others."""
+        """Broadcasts rank 0's tensor, waits for it, and returns `flat`.
+
+        Args:
+            flat: 1-D tensor of any dtype, of the same dtype and size on all ranks; overwritten on all but rank 0.
+
+        Raises:
+            RuntimeError: A rank failed.
+        """
         if self._planned is not None and flat.nbytes > SMALL_NBYTES:
             self._planned.broadcast(flat, 0).wait()
             return flat
