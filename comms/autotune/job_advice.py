@@ -157,9 +157,10 @@ def advise_job(
 
 
 def _never_slower(advice: Advice, running: Running, observed: Observed, optimizer: str) -> Advice:
-    """Replaces a recommendation that is predicted to be slower than what runs by the advice to change nothing.
+    """Returns the advice to change nothing if the recommendation is predicted to be slower than what runs.
 
-    A recommendation may be slower than the fastest candidate by `WORTHWHILE`, a share of the step. So if it is slower
+    Otherwise returns `advice`. What runs takes its observed or its predicted time, whichever is shorter. A
+    recommendation may be slower than the fastest candidate by `WORTHWHILE`, a share of the step: so if it is slower
     than what runs, even the fastest candidate would save less than that.
 
     Args:

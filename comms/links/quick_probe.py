@@ -133,6 +133,9 @@ def exchanged_nbytes(trial_seconds: float) -> int:
 def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], *, every_partner: bool) -> list[float]:
     """Returns the rate of each node's link in bytes per second, by node.
 
+    Nodes are compared by their fastest exchanges, so that a slow partner does not count. All that are nearly as fast as
+    the fastest get the median of their rates; a slower node gets the share of it that it has of the fastest rate.
+
     Args:
         count: Number of nodes.
         nbytes: Bytes that each node sent to its partner, and received, in each exchange.

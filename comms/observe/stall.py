@@ -46,7 +46,7 @@ CLOSE_SECONDS = 1.0
 """Longest time for which `close` waits for the thread, which may be in a request to the store."""
 
 MOST_FAILURES = 3
-"""Failed requests to the store in one stall after which the thread ends."""
+"""Failed polls in one stall after which the thread ends: the store did not answer, or a report cannot be read."""
 
 COLLECTOR, DIAGNOSIS = "stall/collector", "stall/diagnosis"
 """Keys of the rank that reads the reports, and of the sentence that it has logged."""
@@ -262,7 +262,15 @@ class StallWatch:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self, poll_seconds: float) -> None:
-        """Polls until `close`, or until the store or reports have failed `MOST_FAILURES` times; the thread's body."""
+        """Polls until `close`: the thread's body. It gives up after `MOST_FAILURES` failed polls within one stall.
+
+        Args:
+            poll_seconds: Interval of the polls.
+
+        Raises:
+            ValueError: The last of these polls found a report that cannot be read (also TypeError, KeyError). If the
+                store failed in it, the thread just ends: the training thread reports that.
+        """
         while not self._closed.wait(poll_seconds):
             try:
                 self._poll()
@@ -316,7 +324,7 @@ class StallWatch:
                 self._note(self._store.get(DIAGNOSIS).decode())
 
     def _note(self, text: str) -> None:
-        """Keeps the sentence about a diagnosed stall, and counts it."""
+        """Keeps the sentence about a diagnosed stall in `last`, and counts it in `count`."""
         self.last = text
         self.count += 1
 

@@ -114,7 +114,7 @@ class Summary:
 
     Attributes:
         wait_seconds: Median of the waits of a step, summed over its buckets; negative if there are too few steps.
-        longest_seconds: Time by which the longest single wait since the last summary exceeded its bucket's median.
+        longest_seconds: Largest excess of a single wait, since the last summary, over its bucket's median; 0 if none.
         longest_step: Step of that wait.
         step_seconds: Length of a step.
     """
@@ -285,11 +285,14 @@ def late_once(breakdowns: Sequence[Breakdown]) -> Late | None:
 
 
 def summaries_differ(summaries: Sequence[Summary], known: frozenset[int]) -> bool:
-    """Returns whether a breakdown is needed: other ranks than the known ones wait less than the median rank.
+    """Returns whether a breakdown is needed: the set of late ranks, by the summaries, is no longer the known one.
+
+    A rank is late if it waits less than the median rank, by more than the margin `WEAK`. So a rank that has become late
+    is a reason, and so is a known one that no longer is. False if a rank had too few steps.
 
     Args:
-        summaries: Summaries of all ranks.
-        known: Ranks that are named already.
+        summaries: Summaries of all ranks, in their order.
+        known: Ranks, in the communicator, that were named as late after the last breakdown.
     """
     if any(summary.wait_seconds < 0 for summary in summaries):
         return False
@@ -387,10 +390,10 @@ class _OwnSteps:
         return tuple(min(first + group, count) - 1 for first in range(0, count, group))
 
     def summary(self, since: int) -> Summary:
-        """Returns the summary of the last steps.
+        """Returns the summary of the last `WINDOW` steps; its longest wait is that of the steps from `since` on.
 
         Args:
-            since: First step whose long waits no summary has covered yet.
+            since: Number of the first step that no summary has covered yet.
         """
         window = self._window()
         length = _median(sorted(self._lengths)) if self._lengths else 0.0
@@ -406,7 +409,7 @@ class _OwnSteps:
         return Summary(_median(sorted(sum(sample.waits) for sample in window)), longest, step, length)
 
     def breakdown(self, long_step: int | None) -> Breakdown:
-        """Returns the breakdown of the last steps.
+        """Returns the breakdown of the last `WINDOW` steps.
 
         Args:
             long_step: Step with a long wait that is to be explained; None without one.
@@ -529,7 +532,14 @@ class _Diagnosis:
     def _stragglers(
         self, late: Sequence[Late], breakdowns: Sequence[Breakdown], columns: tuple[int, ...], length: float
     ) -> list[Straggler]:
-        """Returns one straggler for each node with late ranks."""
+        """Returns the findings about late ranks: one for each node that has some.
+
+        Args:
+            late: Late ranks that are sure, the longest delay first.
+            breakdowns: Breakdowns of all ranks, by which the first late step is found.
+            columns: Bucket of each column of the breakdowns.
+            length: Length of a step in seconds.
+        """
         stragglers = {each.rank for each in late}
         since = [each.since_step for rank, each in enumerate(breakdowns) if rank not in stragglers]
         first = int(statistics.median_low(since)) if since else -1
@@ -568,7 +578,15 @@ class _Diagnosis:
         )
 
     def _links_of(self, breakdowns: Sequence[Breakdown], length: float) -> list[Straggler]:
-        """Returns links on which a step's transfers take much longer than on other links, or than before."""
+        """Returns the finding about links that are much slower than others, or than before; empty if there is none.
+
+        It is about one phase of the plan, the first with slow transfers, in the second breakdown in a row that shows
+        them; the first one sets `confirms_link`.
+
+        Args:
+            breakdowns: Breakdowns of all ranks.
+            length: Length of a step in seconds.
+        """
         for phase in range(MOST_PHASES):
             # The rank that entered a phase last has waited for no other one: the least time of a group is the link's.
             fast = {group: min(breakdowns[rank].fast[phase] for rank in group) for group in self._links_of_phase(phase)}
@@ -627,7 +645,7 @@ class _Diagnosis:
         return next((f"{op} {level}" for index, op, level in keys if index == phase), f"phase {phase}")
 
     def _change(self, found: list[Straggler]) -> None:
-        """Replaces the findings by `found`, and logs those that are new, and those that are gone."""
+        """Replaces the findings by `found`, and logs on rank 0 those that are new, and those that are gone."""
         before = {(each.cause, each.ranks): each for each in self.found}
         now = {(each.cause, each.ranks): each for each in found}
         self.found = tuple(
@@ -726,11 +744,24 @@ class StragglerWatch:
             self._steps.read()
 
     def _start(self, step: int, numbers: list[float], *, breakdown: bool) -> None:
-        """Begins to send the numbers of a breakdown, or of a summary, to all ranks."""
+        """Begins to exchange the numbers of a summary or a breakdown with all ranks; `_receive` reads them later.
+
+        Args:
+            step: Number of the step that has ended.
+            numbers: This rank's numbers; as many on all ranks.
+            breakdown: Whether they are a breakdown's.
+        """
         self._pending = step, NumberExchange(self._communicator, numbers), breakdown, self._steps.columns()
 
     def _receive(self, step: int) -> None:
-        """Reads numbers that were sent one step ago; on CUDA two, so that the computing stream has reached them."""
+        """Reads the exchanged numbers one step after they were sent, on all ranks in the same step, and acts on them.
+
+        On CUDA two steps after, when the computing stream has reached the exchange. Breakdowns update the diagnosis;
+        summaries decide whether the next step sends a breakdown.
+
+        Args:
+            step: Number of the step that has ended.
+        """
         assert self._pending is not None
         if step - self._pending[0] <= self._communicator.clock.lag:
             return
@@ -756,7 +787,12 @@ class StragglerWatch:
         self._diagnosis.confirms_link = False
 
     def _waits_grow(self, summaries: Sequence[Summary], length: float) -> bool:
-        """Returns whether all ranks wait longer than usual, which is a sign of a slow link."""
+        """Returns whether all ranks wait longer than usual, which is a sign of a slow link.
+
+        Args:
+            summaries: Summaries of all ranks; the shortest wait among them is kept, as one that is usual from now on.
+            length: Length of a step in seconds.
+        """
         least = min(summary.wait_seconds for summary in summaries)
         if least < 0:
             return False
