@@ -253,7 +253,15 @@ class Composite(CompressorTraits):
             yield from compressor.state_runs()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """Removes and returns the state of `layout`: the rows of all compressors, one below the other."""
+        """Removes and returns the state of the elements of `layout`: the rows of all compressors, one below the other.
+
+        Args:
+            layout: Layout of a bucket or a part of one.
+            device: Device of the result.
+
+        Returns:
+            2-D float32 (sum of the compressors' rows, layout.numel); zero for elements that a compressor does not have.
+        """
         split = {id(compressor): selection for compressor, selection in self._split(layout)}
         blocks = []
         for compressor in self._compressors():
@@ -266,7 +274,12 @@ class Composite(CompressorTraits):
         return torch.cat(blocks)
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
-        """Adds exported rows to the state: each compressor takes as many as it exports."""
+        """Adds exported rows to the state of each compressor, which takes as many of them as it exports.
+
+        Args:
+            layout: Layout of the elements.
+            rows: 2-D float32, as `export` returns them for this layout.
+        """
         split = {id(compressor): selection for compressor, selection in self._split(layout)}
         at = 0
         for compressor in self._compressors():
@@ -282,7 +295,7 @@ class Composite(CompressorTraits):
             at += count
 
     def state_dict(self) -> StateDict:
-        """Returns the state of all compressors; each key begins with the number of the compressor."""
+        """Returns the state of all compressors; each key begins with the number of the compressor and "|"."""
         return {
             f"{number}{SEPARATOR}{key}": value
             for number, compressor in enumerate(self._compressors())

@@ -18,7 +18,11 @@ DGC_FAMILY, POWERSGD_FAMILY = "dgc", "powersgd"
 
 
 class Kernels(Protocol):
-    """Functions that a set of kernels offers; compressors/kernels/reference/ defines and documents each of them."""
+    """Functions that a set of kernels offers, for the tensors of one type of device.
+
+    The function of the same name in compressors/kernels/reference/ defines what each computes, and documents its
+    arguments with shapes and dtypes. All write into tensors that the caller has made, and return nothing.
+    """
 
     def encode_pieces(
         self,
@@ -29,10 +33,13 @@ class Kernels(Protocol):
         payloads: Tensor,
         width: int,
     ) -> None:
-        """Encodes each run of `width` elements of gradient + residual into its row of `payloads`."""
+        """Encodes each run of `width` elements of gradient + residual into its row of `payloads`.
+
+        The compression error is written to `new_residual`.
+        """
 
     def decode_pieces(self, codec: BlockFormat, payloads: Tensor, target: Tensor, width: int) -> None:
-        """Decodes each row of `payloads` into its run of `width` elements of `target`."""
+        """Decodes each row of `payloads` into its run of `width` elements of `target`, which is overwritten."""
 
     def decode_reduce(self, codec: BlockFormat, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
         """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ..., in this order, into `target`."""
@@ -46,10 +53,14 @@ class Kernels(Protocol):
         reduced: Tensor,
         numel: int,
     ) -> None:
-        """Encodes the sum of the decoded payloads plus `residual` into `reduced`."""
+        """Encodes the sum of the decoded payloads plus `residual` into `reduced`; see `encode_pieces`."""
 
     def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
-        """Updates DGC's momentum and total, and moves the k largest totals out of them."""
+        """Adds `gradient` to DGC's momentum and total, and moves the k largest totals to `values`.
+
+        The places of these go to `indices`, (k) int32 ascending; there the new momentum and total are zero. The new
+        state is written to the `_out` tensors of `state`.
+        """
 
     def dgc_step_many(
         self,
@@ -64,21 +75,24 @@ class Kernels(Protocol):
         """Runs `dgc_step` on every parameter of a shard, each with its own k."""
 
     def dgc_sum(self, payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
-        """Replaces `target` by the sum of sparse payloads, in their order."""
+        """Replaces `target` by the sum of sparse payloads in their order; each is `count` int32 places, then values."""
 
     def scatter_add(self, indices: Tensor, values: Tensor, target: Tensor) -> None:
         """Adds `values` to `target` at `indices`, in place, in their order."""
 
     def powersgd_project(self, matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
-        """Adds the residual to a matrix in place, and computes its factor P from Q."""
+        """Adds the residual to a matrix in place, and writes P = matrix Q to `p`; `p` and `q` hold them transposed."""
 
     def powersgd_back_project(self, matrix: Tensor, p: Tensor, q: Tensor) -> None:
-        """Computes the factor Q of a matrix from its orthonormal P."""
+        """Writes the factor Q = matrix^T P to `q`, from the orthonormal P; `p` and `q` hold them transposed."""
 
     def powersgd_restore(
         self, matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor
     ) -> None:
-        """Replaces a matrix by its approximation, and stores its compression error."""
+        """Replaces a matrix by its approximation P Q_sum^T, in place; `p`, `q_own` and `q_sum` hold them transposed.
+
+        The compression error, the matrix before that minus P Q_own^T, is written to `new_residual`; None discards it.
+        """
 
     def powersgd_project_many(
         self, flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor

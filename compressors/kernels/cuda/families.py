@@ -61,7 +61,7 @@ capability 12.0 and later it is 2, where a grid for 3 takes as many turns."""
 
 
 def onebit() -> Family:
-    """Returns the kernels of `OneBitCodec`; a warp handles 1,024 elements."""
+    """Returns the kernels of `OneBitCodec`, as `Family` describes them; a warp handles 1,024 elements."""
     return Family(
         file="onebit",
         encode_pieces=Stage("onebit_encode", 1024, counted=True, resident=_ONEBIT_RESIDENT),

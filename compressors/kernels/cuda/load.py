@@ -66,7 +66,14 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 
 
 def _inline(file: Path, seen: set[Path]) -> str:
-    """Returns the file's text with its own includes in place, each once, and without `#pragma once`."""
+    """Returns the file's text with each file that it includes by quotes in place of its first include.
+
+    Later includes of the same file, and `#pragma once`, are left out.
+
+    Args:
+        file: File of csrc.
+        seen: Files that are in the text already; files are added to it.
+    """
     if file in seen:
         return ""
     seen.add(file)
