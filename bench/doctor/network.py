@@ -407,7 +407,10 @@ class Listener:
                 self._udp.sendto(packet, sender)
 
     def close(self) -> None:
-        """Ends the threads, which wakes them; the one that accepts connections closes its socket itself."""
+        """Shuts the sockets down, which wakes and ends the threads that wait on them; does not wait for the threads.
+
+        Sessions under way go on until their clients end. The thread that accepts connections closes its socket itself.
+        """
         self._closed = True
         for each in (self._tcp, self._udp):
             with contextlib.suppress(OSError):  # UDP has nobody to say it to

@@ -115,7 +115,13 @@ def cross_nic(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _networks(first: RankFacts) -> list[str]:
-    """Returns the first three numbers of each NIC's IPv4 address, assuming networks of 24 bits."""
+    """Returns the IPv4 networks of a node's NICs that are up, each once, as their first three numbers: `10.0.1`.
+
+    Networks of 24 bits are assumed, and only a NIC's first address counts.
+
+    Args:
+        first: Facts of the node's first rank.
+    """
     nics = [each for each in first.interfaces if each.kind == "nic" and each.up]
     four = [address for each in nics for address in each.addresses[:1] if "." in address]
     return sorted({address.rpartition(".")[0] for address in four})
