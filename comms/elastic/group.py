@@ -108,6 +108,9 @@ class ElasticGroup(dist.ProcessGroup):
     def all_gather_single(self, *arguments: object, **named: object) -> dist.Work:
         """Gathers the tensors of all ranks end to end in one tensor; `arguments` are (output, source, options).
 
+        `output` has as many elements as the sources of the ranks for which the caller made it; those of ranks that have
+        failed meanwhile, at its end, are filled with zeros.
+
         Raises:
             NotImplementedError: The arguments are of another form.
         """
@@ -121,7 +124,7 @@ class ElasticGroup(dist.ProcessGroup):
 
     @outside_graphs
     def barrier(self, *arguments: object, **named: object) -> dist.Work:
-        """Waits until all ranks that are left have called it."""
+        """Waits until all ranks that are left have called it; `arguments`, the options, are ignored."""
         device = self._resilient_ops.communicator.device
         return self._done([self._sum(torch.ones(1, dtype=torch.int32, device=device), False, 1.0)])
 

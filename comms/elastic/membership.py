@@ -523,7 +523,10 @@ class _Backoff:
         self._ask = began + PROBE_AFTER_SECONDS
 
     def are_due(self) -> bool:
-        """Returns whether ranks whose connections have ended are to be probed now, every `POLL_SECONDS`."""
+        """Returns True once every `POLL_SECONDS`: ranks whose connections have ended are then to be probed.
+
+        The call sets the time of the next one.
+        """
         now = time.monotonic()
         if now < self._next:
             return False
@@ -531,7 +534,10 @@ class _Backoff:
         return True
 
     def may_ask(self) -> bool:
-        """Returns whether ranks whose connections are open are to be probed too, once a second after a delay."""
+        """Returns True once a second, from `PROBE_AFTER_SECONDS` on: ranks with open connections are then probed, too.
+
+        The call sets the time of the next one.
+        """
         now = time.monotonic()
         if now < self._ask:
             return False
@@ -566,7 +572,11 @@ class _Generation:
             self.ring.poll_closed()
 
     def close(self, *, orderly: bool = True) -> None:
-        """Leaves the ring; see `LivenessRing.close`."""
+        """Leaves the ring; see `LivenessRing.close`.
+
+        Args:
+            orderly: Whether this rank has finished, so that its end is no failure.
+        """
         if self.ring is not None:
             self.ring.close(orderly=orderly)
 

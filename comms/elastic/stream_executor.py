@@ -20,7 +20,10 @@ class ResilientStreamExecutor(StreamExecutor):
             super().release()
 
     def poison(self, bucket: Bucket) -> None:
-        """Does nothing: the host has waited for the averages."""
+        """Does nothing: the host has waited for the averages of the bucket, so none of them is wrong."""
 
     def raise_failure(self) -> None:
-        """Does nothing: the failure is raised, and handled, by the next operation of all ranks."""
+        """Does nothing at the end of a step, where a hook without elastic training raises a failure that is known.
+
+        The next operation of all ranks raises it, and is repeated.
+        """
