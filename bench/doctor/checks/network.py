@@ -539,8 +539,9 @@ def _below(mtu: int) -> int:
 def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
     """Reports that gloo or NCCL uses a slower interface than the nodes have, or one that leads to no other node.
 
-    Also a GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names no interface of a node, and a NIC that is faster by its
-    driver, over which nothing was measured. An interface is slower if another one was measured to be 1.4 times as fast.
+    Also a GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names no interface of a node, a gloo that does not connect, and
+    a NIC over which nothing was measured and that its driver says to be twice as fast. An interface is slower if
+    another one was measured to be more than 1.4 times as fast.
     """
     names = facts.names
     found = [*_unknown_interface(facts), *_nowhere(facts)]
