@@ -580,8 +580,8 @@ class _Diagnosis:
     def _links_of(self, breakdowns: Sequence[Breakdown], length: float) -> list[Straggler]:
         """Returns the finding about links that are much slower than others, or than before; empty if there is none.
 
-        It is about one phase of the plan, the first with slow transfers, in the second breakdown in a row that shows
-        them; the first one sets `confirms_link`.
+        It is about the first phase of the plan with slow transfers, from the second breakdown in a row on that shows
+        them; the first such breakdown sets `confirms_link`.
 
         Args:
             breakdowns: Breakdowns of all ranks.
