@@ -321,6 +321,8 @@ def optimal_cuts(
 ) -> tuple[int, ...]:
     """Returns the cuts with which the last all-reduce of a step ends earliest, in O(n^2) time for n buckets.
 
+    An all-reduce begins when its last bucket has arrived and the all-reduce before has ended.
+
     Args:
         arrivals: Seconds at which each bucket arrives, ascending; any zero point.
         sizes: Bytes of each bucket.
@@ -328,7 +330,8 @@ def optimal_cuts(
         seconds_per_byte: Seconds that each byte adds to an all-reduce.
 
     Returns:
-        Numbers of buckets after which an all-reduce ends, ascending; see `FusionPlan.cuts`. Empty for no buckets.
+        Numbers of buckets, counted from the first of the step, after which an all-reduce ends; ascending, last n.
+        `(2, 5)` has buckets 0 and 1 in one all-reduce, 2 to 4 in the next. Empty for no buckets.
 
     Raises:
         ValueError: There are more arrivals than sizes, or the reverse.
