@@ -216,7 +216,7 @@ class AveragingSession:
 
         Args:
             changed: Whether the ranks have changed; only states loaded from now on are compared then.
-            beside: Object that states are loaded into if there is no compressor; None if nothing is loaded.
+            beside: Object whose `loaded` is compared if there is no compressor; None if nothing is loaded.
             kept: See `features.compare_loaded`.
         """
         source = beside if self.compression is None else self.compression

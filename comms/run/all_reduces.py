@@ -23,7 +23,7 @@ Open = torch.futures.Future[Tensor | BaseException]
 DDP's reducer."""
 
 Coded = Callable[[Tensor, Member], Iterator[Request]]
-"""A compressed phase that a caller runs itself; see `AllReduce.coded`."""
+"""Generator function that runs a compressed phase in place of a compressor; see `AllReduce.coded`."""
 
 _PENDING = threading.RLock()
 """Guards `Bucket.pending` and `Bucket.error`: the pieces of a bucket may end in different lanes. Reentrant, because
@@ -168,9 +168,9 @@ class AllReduce:
         counted: Whether reports count it; messages between ranks that are no gradients are not counted.
         alone: Whether nothing else is in flight on any rank until it ends. One thread then takes it through all lanes,
             if it is one chunk, and wakes no other.
-        coded: Runs the compressed phase of a plan that is no all-reduce: given the region that the phase covers and
-            this rank's place among its members, it yields collectives as a compressor does, and changes the region in
-            place. None leaves the phase to the communicator's compressor.
+        coded: Generator function that runs the compressed phase in place of the communicator's compressor, for plans
+            that are not an all-reduce. It is called with the region that the phase covers, which it changes in place,
+            and this rank's place among the members, and yields the collectives to issue. None: the compressor runs it.
     """
 
     parts: Sequence[Tensor]
@@ -233,21 +233,23 @@ def finish(all_reduce: AllReduce, flat: Tensor, error: BaseException | None, now
 
 @dataclass(slots=True, eq=False)
 class RunningAllReduce:
-    """An all-reduce in flight.
+    """An all-reduce in flight on this rank.
 
     Attributes:
-        all_reduce: The all-reduce.
-        flat: Tensor of `pack`, reduced in place.
-        rank_plan: This rank's part in its plan.
-        scale: Factor on every rank's contribution.
+        all_reduce: The tensors to average, and the buckets that they belong to.
+        flat: Tensor of `pack`, 1-D, reduced in place.
+        rank_plan: Plan that the all-reduce follows: the chunks of `flat`, and this rank's transfers in each.
+        scale: Factor on every rank's contribution, applied before the sum.
         flush: Whether it is sent uncompressed, with the compressor's residuals added.
-        pending: Chunks that have not ended.
+        pending: Number of chunks that have not ended.
         number: Number of all-reduces started before it; the same on all ranks.
         began: Time of its start; None if it is not timed.
         ends: On CUDA, events at the ends of its chunks.
-        extremes: On CUDA, 0-dim buffers for the least and the largest average; empty unless averages are checked.
-        after: Factor on the sum.
-        phases: Index of the phase that each chunk is in, by the first element of the chunk. Each chunk writes its own.
+        extremes: On CUDA, 0-dim tensors for the least and the largest average, which show NaN and infinity; empty
+            unless averages are checked.
+        after: Factor on the sum, applied at the end.
+        phases: First element of a chunk -> index, in the plan, of the phase that the chunk is in. Each chunk writes its
+            own entry.
     """
 
     all_reduce: AllReduce

@@ -90,7 +90,16 @@ class FailureHandler:
             self.error.__traceback__ = self.error.__context__ = None
 
     def _diagnose(self, where: str, members: Sequence[int], error: BaseException) -> CollectiveError:
-        """Aborts the groups, collects the reports of the other ranks, and returns the error to raise."""
+        """Aborts the groups, collects the reports of the other ranks, and returns the error to raise.
+
+        Args:
+            where: Name of the collective that has failed on this rank, for the message.
+            members: Global ranks of that collective; `error.missing` holds indices into it.
+            error: Error that the collective raised.
+
+        Returns:
+            The diagnosis; if the reports cannot be collected, an error that names both failures.
+        """
         try:
             launches, waiting = self._device_state()
             self._groups.abort(f"rank {self._reporter.rank} aborted in {where}: {error}")

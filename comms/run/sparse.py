@@ -127,14 +127,14 @@ def check_sparse(sparse: Tensor) -> None:
 def sum_sparse(
     sparse: Tensor, groups: Groups, rank: int, sharing: Sharing, *, scale: float, as_dense: bool | str, count: Count
 ) -> Generator[Transition, None, Tensor]:
-    """Sums a sparse tensor over all ranks: a coroutine that passes through `LANES`.
+    """Sums a sparse tensor over all ranks: a generator that yields where it goes on in the next of the three `LANES`.
 
     Args:
         sparse: torch.sparse_coo, floating-point, of one shape and dtype on all ranks; not changed.
         groups: Transports by lane and members.
         rank: This rank.
-        sharing: Assignment of rows to owners, seen from this rank.
-        scale: Factor on every rank's contribution.
+        sharing: Assignment of rows to the ranks that sum them, seen from this rank.
+        scale: Factor on every rank's contribution, applied before the sum.
         as_dense: Whether rows are sent between the nodes as a dense tensor; "auto" decides by the number of bytes.
         count: Called for each collective, to count what this rank sends.
 
@@ -243,7 +243,7 @@ def _to_owners(own: Rows, transport: Transport, owners: int, count: Count) -> Ro
 def _between(
     own: Rows, groups: Groups, rail: tuple[int, ...], owned: range, as_dense: bool | str, count: Count
 ) -> Generator[Transition, None, Rows]:
-    """Sums the rows of an owner over the nodes: a coroutine that ends in the last of `LANES`.
+    """Sums an owner's rows over the nodes: a generator that starts in the first of `LANES` and ends in the third.
 
     Args:
         own: Sums of this node.

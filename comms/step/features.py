@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gradwire.comms.step.samples import SampleWeights
 
 MakesAgreement = Callable[[str, timedelta], "Agreement"]
-"""(name, how long a rank waits for the others) -> what the communicator's ranks decide by."""
+"""Function (name, longest wait for the other ranks) -> agreement of the communicator's ranks over the store."""
 
 
 HOOK_OPTIONS = (*PLANNING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC)
@@ -182,7 +182,10 @@ def follow_backward(
     compression: "Compression | None",
     previous: Listeners | None,
 ) -> None:
-    """Adds the listeners that compare what DDP does with the averages to what the compressor and CUDA need.
+    """Adds the listeners that follow what DDP does with the averages: those that it ignores or accumulates into.
+
+    `UsedMap` is added on CUDA, and if DDP may ignore averages of which a compressor keeps residuals; if the compressor
+    keeps the optimizer's momentum, `ReturnedGradients` and `PassesPerStep` are.
 
     Args:
         listeners: Listeners of the new session.
@@ -225,7 +228,7 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
         listeners: Listeners of the new session.
         communicator: Communicator of the ranks; its link rates are changed in place.
         config: Options: `nic_bytes_per_second`, `fusion` and `elastic` count.
-        consensus: Makes what the ranks decide together by.
+        consensus: Makes the agreement by which the ranks decide together, over the store.
     """
     if config.learns_cuts or config.measures_links:
         from gradwire.comms.links.probe import probe
@@ -260,8 +263,8 @@ def compare_loaded(
     Args:
         listeners: Listeners of the new session.
         communicator: Communicator of the ranks.
-        source: Object that states are loaded into.
-        consensus: Makes what the ranks compare by, through the store.
+        source: Object whose `loaded`, the facts about the state that it has loaded, is compared.
+        consensus: Makes the agreement by which the ranks compare, over the store.
         changed: Whether the ranks have changed in elastic training: processes that join have loaded nothing, so only
             states loaded from now on are compared.
         kept: Kind of state that this rank keeps, in a word: only ranks with the same word are compared with each
@@ -309,14 +312,14 @@ def watch_steps(
 def learn_cuts(listeners: Listeners, communicator: Communicator, fusion: "Fusion", name: str, model: object) -> None:
     """Adds the listener that learns in the first steps where to cut the gradients into all-reduces.
 
-    Does nothing unless `fusion` is "auto" or a file.
+    Does nothing unless the option `fusion` is "auto" or the name of a file for the cuts.
 
     Args:
         listeners: Listeners of the new session.
         communicator: Communicator of the ranks.
-        fusion: Grouping of buckets; its cuts are changed in place.
+        fusion: Grouping of buckets into all-reduces; its plan, which holds the cuts, is changed in place.
         name: Name of the hook state in the store.
-        model: Model whose parameter shapes identify it in a file of cuts.
+        model: Shapes of the model's parameters, which identify the model in the file.
     """
     if communicator.config.learns_cuts:
         from gradwire.comms.autotune.cuts import LearnsCuts

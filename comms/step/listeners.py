@@ -92,13 +92,13 @@ class Grouping(Protocol):
         """The all-reduces that the step has to use, in the encoding of `Resume`; None if the grouping decides."""
 
     def add(self, bucket: Bucket) -> Sequence[AllReduce]:
-        """Adds an arrived bucket."""
+        """Adds a bucket that has arrived, and returns the all-reduces to start now."""
 
     def flush(self) -> Sequence[AllReduce]:
-        """Returns all that is deferred: no bucket of the step is outstanding."""
+        """Returns the all-reduces of all deferred buckets; called when the last bucket of a step has arrived."""
 
     def end_step(self) -> Sequence[AllReduce]:
-        """Returns the rest, and prepares the next step."""
+        """Returns the all-reduces of buckets that are still deferred, and prepares the next step."""
 
 
 class Issues(Protocol):

@@ -23,7 +23,7 @@ REMEDY = "load on all ranks, before the same step, what they have saved at one m
 
 
 class Loaded(Protocol):
-    """An object that states are loaded into, such as a compressor's state."""
+    """An object that says which saved state it has loaded last, such as the state of a compressor."""
 
     @property
     def loaded(self) -> Mapping[str, str]:
@@ -42,7 +42,7 @@ class LoadConsistencyCheck(StepListener):
 
     Args:
         communicator: Connects the ranks; None (on CUDA) compares through the store only.
-        source: The object whose loaded state is compared.
+        source: The object that has loaded a state: its `loaded` is compared.
         consensus: Agreement over the store, with the same ranks.
         like: Rank whose loaded state must equal each rank's, by rank; None compares all with rank 0.
         compared: Value of `source.loaded` that was compared before and is skipped; None compares in the first step.

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ReportsFailures(Protocol):
-    """A state whose averages an optimizer uses."""
+    """A hook state whose averages an optimizer uses, and whose steps may fail."""
 
     def raise_failure(self) -> None:
         """Raises the error with which a step of the state failed, if one did."""
@@ -26,7 +26,7 @@ def guard(state: ReportsFailures) -> None:
 
 
 def release(state: ReportsFailures) -> None:
-    """Ends `guard` for a state."""
+    """Makes optimizers step without raising the failures of `state` again: undoes `guard`."""
     _guarded.discard(state)
 
 
@@ -37,5 +37,6 @@ def _register() -> RemovableHandle:
 
 
 def _refuse_step(optimizer: Optimizer, args: object, named: object) -> None:
+    """Raises the failure of a guarded state; torch calls it before each step of any optimizer."""
     for state in list(_guarded):
         state.raise_failure()

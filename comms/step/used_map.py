@@ -25,13 +25,13 @@ from gradwire.compressors.base import Layout
 
 
 class UsedMap(StepListener):
-    """Orders gradwire's collectives with DDP's sum of the map, and finds averages that DDP did not take.
+    """Orders gradwire's collectives with DDP's sum of its map of used parameters, and finds averages that it ignored.
 
     Args:
-        model: The model whose buckets arrive; only for a DDP model is it known what DDP sums.
+        model: The model whose buckets arrive; only for a DDP model is it known whether DDP sums a map.
         device: Device of the buckets.
-        unused: Called once a step, after DDP's part of it, with the parameters whose averages DDP did not take;
-            None if no residuals are kept, so that it does not matter.
+        unused: Called once a step, after DDP's part of it, with the parameters into whose `.grad` DDP did not copy the
+            average; None if no residuals are kept, so that it does not matter.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class UsedMap(StepListener):
             communicator.sync_current_stream()
 
     def ddp_ended(self) -> None:
-        """Passes on the parameters whose averages DDP did not take."""
+        """Calls `unused` with the parameters into whose `.grad` DDP did not copy the average of this backward pass."""
         if self._unused is not None:
             self._unused(self.unchanged())
 
     def unchanged(self) -> list[Tensor]:
-        """Returns the parameters whose averages DDP has not taken in this backward pass, and forgets the pass.
+        """Returns the parameters into whose `.grad` DDP has not copied the average, and forgets the backward pass.
 
-        Empty if it took none at all: then another reducer than DDP will take them later.
+        Empty if it has copied none at all: then another reducer than DDP will do so later.
         """
         passed, self._passed = self._passed, []
         left = [
