@@ -72,15 +72,16 @@ def _devices(machine: Machine) -> list[Gpu | Nic]:
 def _adopted(
     first: Machine, second: Machine, known: Mapping[str, PciSwitch]
 ) -> tuple[list[PciSwitch], dict[str, str | None]]:
-    """Finds the devices that move below a switch that only `second` has.
+    """Finds the GPUs and NICs that are below no switch in `first`, and below one in `second`.
 
     Args:
-        first: Description that takes precedence.
-        second: Description with the other tree.
-        known: Switches of `first` by key.
+        first: Description that takes precedence, such as a virtual machine's own, without switches.
+        second: Description whose switches are taken over.
+        known: Key -> switch of `first`.
 
     Returns:
-        (switches of `second` to add, key of a moved device -> key of its new parent).
+        (switches to add to `first`: those above such devices, as far as it lacks them; key of the device -> key of the
+        switch right above it).
     """
     theirs = {switch.key: switch for switch in second.switches}
     places = {device.key: device.parent for device in _devices(second)}

@@ -153,7 +153,7 @@ def brackets(labels: Labels) -> list[Bracket]:
 
 
 class _Placer:
-    """Places boxes from top to bottom."""
+    """Places the boxes of a machine's picture, row by row from the top."""
 
     def __init__(self, labels: Labels) -> None:
         self.labels = labels
@@ -173,7 +173,7 @@ class _Placer:
         self.devices_x = MARGIN + CPU_WIDTH + LINK_WIDTH + depth * (SWITCH_WIDTH + LINK_WIDTH)
 
     def _depth(self, key: str) -> int:
-        """Returns the number of switches from `key` up, itself included."""
+        """Returns the number of switches on the way from a switch up to its CPU, itself included."""
         depth = 0
         step: str | None = key
         while step in self.switches:
@@ -191,7 +191,12 @@ class _Placer:
         self.y += CPU_GAP
 
     def _children(self, key: str | None, depth: int) -> list[Box]:
-        """Places what hangs off a box; GPUs in order, each followed by the cards next to it."""
+        """Places the switches, GPUs and NICs directly below a CPU or switch, and returns their boxes in drawn order.
+
+        Args:
+            key: Key of the CPU or switch.
+            depth: Number of switches from the CPU down to what is placed.
+        """
         keys = sorted(self.below.get(key, ()), key=self._order)
         return [self._switch(child, depth) if child in self.switches else self._leaf(child) for child in keys]
 
@@ -218,7 +223,12 @@ class _Placer:
         return min((self._first_gpu(child) for child in self.below.get(key, ())), default=MAX_DEVICES)
 
     def _switch(self, key: str, depth: int) -> Box:
-        """Places a switch beside what hangs off it."""
+        """Places a switch, and right of it what hangs off it; returns the switch's box.
+
+        Args:
+            key: Key of the switch.
+            depth: Number of switches between it and its CPU; decides the column.
+        """
         start = self.y
         children = self._children(key, depth + 1)
         switch = self.switches[key]
@@ -231,7 +241,7 @@ class _Placer:
         return box
 
     def _connect(self, above: Box, children: list[Box]) -> None:
-        """Stores a box and the links to its children."""
+        """Adds a box to the drawing, and a labelled link from it to each box directly below it."""
         self.layout.boxes[above.key] = above
         for child in children:
             self.layout.edges.append(Edge(above, child, self._rate(child.key)))
@@ -259,7 +269,7 @@ class _Placer:
         return own is not None and own < 0.1 * max(rates, default=0.0)
 
     def _leaf(self, key: str) -> Box:
-        """Places a GPU or NIC in its row."""
+        """Places a GPU or NIC in the next free row of the devices' column, and returns its box."""
         device = self.leaves[key]
         bus = (device.bus or "").removeprefix("0000:")
         if isinstance(device, Gpu):

@@ -29,7 +29,9 @@ _READ_REQUEST_NBYTES = 4096  # what NVIDIA's and Oracle's tuning scripts set on 
 
 
 def distance(host: Host) -> Finding:
-    """Checks that a GPU and its nearest NIC that is up share a switch; through the CPU NCCL uses no GDR unless told to.
+    """Checks that NCCL uses GDR by default on the path from each GPU to its nearest NIC that is up: PIX, PXB or P2C.
+
+    On PIX and PXB the two share a PCIe switch; P2C is a chip-to-chip link from the GPU to the CPU that has the NIC.
 
     Command: `lspci -tv; nvidia-smi topo -m`
     Source: NCCL src/graph/paths.cc (ncclTopoCheckGdr): default level PXB, P2C with a chip-to-chip link.
