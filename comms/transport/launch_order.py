@@ -112,10 +112,12 @@ class TorchIssuer:
         return self._communicator
 
     def issue(self, collective: Callable[[], Result]) -> Result:
-        """Issues a collective of torch from the current stream, after those of other communicators.
+        """Issues a collective of torch; the current stream first waits for that of another communicator, if needed.
+
+        The host does not wait.
 
         Args:
-            collective: Issues it, and returns its work, or None if the current stream already waits for it.
+            collective: Function that issues it, and returns its work; None if the current stream already waits for it.
 
         Returns:
             The result of `collective`.

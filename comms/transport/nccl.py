@@ -513,7 +513,13 @@ class NcclTransport:
         return cast(Work, works[0]) if len(works) == 1 else Works(cast(Sequence[Work], works))
 
     def _watched_later(self) -> timedelta:
-        """Postpones torch's watchdog for the collectives issued next; returns the time-out that the user has set."""
+        """Sets the time-out of the user's group `WATCHDOG_MARGIN` later for the collectives issued next.
+
+        Torch's watchdog would end the process at the user's time-out, before gradwire has said which rank is missing.
+
+        Returns:
+            The user's time-out, to be set again once they are issued.
+        """
         own: timedelta = self._options._timeout
         self._group._set_default_timeout(own + WATCHDOG_MARGIN)
         return own

@@ -162,10 +162,13 @@ def connect(
         deadline: Latest time, of `time.monotonic`.
         aborted: Returns the reason why another rank has aborted; called about once a second.
 
+    Returns:
+        The `count` connections, non-blocking.
+
     Raises:
         PeerError: Another rank has aborted.
         RuntimeError: The other rank was not reached in time.
-        OSError: The connection was refused.
+        OSError: The connection was refused or closed.
     """
     made = [socket.socket(family, socket.SOCK_STREAM) for _ in range(count)]
     try:
@@ -190,9 +193,16 @@ def connect(
 
 
 def _greeting(connection: socket.socket, deadline: float, aborted: Aborted | None) -> bytes:
-    """Receives the nonce that a listener sends first.
+    """Receives and returns the nonce that a `StreamListener` sends first, `NONCE_NBYTES` long.
+
+    Args:
+        connection: Connection to the listener, non-blocking.
+        deadline: Latest time, of `time.monotonic`.
+        aborted: Returns the reason why another rank has aborted; called about once a second.
 
     Raises:
+        PeerError: Another rank has aborted.
+        RuntimeError: The nonce did not arrive in time.
         OSError: The listener has closed the connection; it may be another program.
     """
     heard = b""

@@ -357,14 +357,14 @@ class GlooTransport(TorchTransport):
         return Works([Waiting(each, None, self._timeout) for each in (sent_work, coming)])
 
     def listening(self, call: Callable[[], Result]) -> Result:
-        """Runs `call` in another thread, checks for an abort signal meanwhile, and returns the result of `call`.
+        """Runs `call` in another thread, and returns its result; raises as soon as another rank aborts.
 
         Gloo closes a connection when the wait for a single message times out, so that wait cannot be cut into slices as
-        those for collectives are. If another rank aborts, the connections are shut down, which ends `call`: two seconds
-        later, so that the ranks at the other ends learn the reason first.
+        those for collectives are. After an abort, `call` goes on in its thread for two seconds, in which the other
+        ranks learn the reason; then the connections are shut down, which ends it.
 
         Args:
-            call: Function that uses `sendrecv` of this transport.
+            call: Function that uses `sendrecv` of this transport, and may wait for its works.
 
         Raises:
             PeerError: Another rank has aborted.
@@ -424,7 +424,7 @@ class GlooTransport(TorchTransport):
     def _pieces(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """Returns (rank, tensor to send, tensor to receive into) for each other rank."""
+        """Returns (rank, view of `source` to send, view of `output` to receive into) for each other rank."""
         sent, taken = (
             [flat[stop - numel : stop] for numel, stop in zip(splits, accumulate(splits), strict=True)]
             for flat, splits in ((source, source_splits), (output, output_splits))
