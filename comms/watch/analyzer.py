@@ -245,7 +245,13 @@ class Analyzer:
             self._reported = None
 
     def _diagnose_responses(self, now: float) -> None:
-        """Diagnoses the responses to the open request, once all ranks have responded or the time is over."""
+        """Compares the last collectives that ranks have sent on request, once all have responded or the time is over.
+
+        Logs ranks that disagree, the cause of a stall, and the collective in which the others wait for a late rank.
+
+        Args:
+            now: Monotonic seconds.
+        """
         assert self._request is not None
         request, responses = self._request, self._store.responses(self._request.number)
         if len(responses) < self._store.size and now < request.until:

@@ -237,17 +237,19 @@ def states_of_hosts(links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping
 
 
 def slow_links(done: Mapping[Pair, LinkState], seconds: float) -> dict[str, Slowness]:
-    """Returns the links that were slower than the fastest of those that carried as much.
+    """Returns the links that are much slower than another link that carried about as many bytes.
 
-    If more than half of all links are slow, the network is uneven and no link is named, unless they are all links of
-    one host.
+    By how much, and how many bytes: `SLOWER` and `ALIKE`. Links that had data to send for less than `BUSY_SHARE` of the
+    slice are not named. If more than half of all links are slow, the network is uneven and none is named; but if the
+    slow links are all links of one host, the host is.
 
     Args:
-        done: Counters of each link in a slice.
+        done: (Host that sends, host that receives) -> increase of the link's counters during a slice.
         seconds: Length of the slice.
 
     Returns:
-        `from node1 to node2`, or `of node2` if all links of a host are slow -> comparison; for a host, of its slowest.
+        Name of the link -> its rate beside that of the faster one. Slow links of one host have one entry, with its
+        slowest link. Names are as in `SlowLink.which`: `from node1 to node2`, or `of node2` for a host.
     """
     used = {pair: each for pair, each in done.items() if each.nbytes >= LEAST_NBYTES and each.busy_seconds > 0}
     slow = {}
