@@ -144,7 +144,10 @@ class PhaseStats:
             self.ended.append(EndedAllReduce(run.rank_plan.plan, run.began, now))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
-        """Returns the totals so far, in the order of the phases. On CUDA waits for everything issued."""
+        """Returns the totals so far, in the order of the phases.
+
+        On CUDA it waits for everything issued, and extrapolates the seconds of timed calls to all calls.
+        """
         for _ in range(2):
             self.read_times()
         with self._lock:

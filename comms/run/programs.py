@@ -248,7 +248,7 @@ class Programs:
 
         Args:
             steps: The compressor's requests.
-            shares: Weight of each member's part.
+            shares: Weight of each member of the group: the larger, the larger the part that it sums and sends to all.
             as_ring: Whether sums keep the order of gloo's ring with equal parts.
         """
         for request in steps:
@@ -357,7 +357,15 @@ def _flushed(compressor: Compressor, shard: Tensor, layout: Layout) -> Iterator[
 
 
 def sent_nbytes_of(collective: Collective, size: int, rank: int) -> float:
-    """Returns the bytes that `rank` of `size` ranks sends in a collective of a compressor, without headers."""
+    """Returns the bytes that a rank sends in a collective of a compressor, without headers.
+
+    An all-reduce counts as one in a ring. In all others a rank sends each other rank what that rank is to get from it.
+
+    Args:
+        collective: Collective with its tensors; the last one is what the rank sends from.
+        size: Number of ranks of the group.
+        rank: This rank's index in the group.
+    """
     nbytes, bounds = collective.tensors[-1].nbytes, collective.bounds
     if collective.op == ALL_REDUCE:
         return 2 * (size - 1) / size * nbytes

@@ -68,7 +68,10 @@ class DevicePrograms(Programs):
             return super().issue(flat, transfer, lane, scale, rings)
 
     def _by_owners(self, steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
-        """Returns the collectives unchanged: NCCL sums by itself. See docs/develop/cuda.md."""
+        """Returns `steps` unchanged: no rank owns a part of a compressor's all-reduce, because NCCL sums by itself.
+
+        On a CPU, `Programs._by_owners` divides the sum between owners. See docs/develop/cuda.md.
+        """
         return steps
 
     def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark, ended: Mark) -> None:

@@ -72,10 +72,10 @@ class BackwardTracker:
         return False
 
     def backward_ended(self, *, inside: bool = False) -> bool:
-        """Records autograd's callback at the end of a backward pass, and decides whether the step ends with it.
+        """Records that autograd has called back at the end of a backward pass; returns whether the step ends with it.
 
-        The pass may be the step's own, or one nested in it, such as that of a checkpoint. A nested pass uses up the
-        callback, so the last bucket ends the step then.
+        The pass may be the step's own, or one nested in it, such as that of a checkpoint. After a nested pass autograd
+        does not call back again in this step, so the step then ends with its last bucket.
 
         Args:
             inside: Whether the pass is known to be nested. If False, a pass that ends before the last bucket counts as
