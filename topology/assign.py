@@ -42,7 +42,7 @@ def _for_gpus(nics: Sequence[Nic]) -> list[Nic]:
 
 
 def _usable(nics: Sequence[Nic]) -> list[Nic]:
-    """Returns the NICs with a port that is not known to be down or in reserve; all of them if no port is known."""
+    """Returns the NICs with a port that is neither known to be down nor a bond's standby; all, if none lists a port."""
     if not any(nic.ports for nic in nics):
         return list(nics)
     return [nic for nic in nics if any(port.carries for port in nic.ports)]

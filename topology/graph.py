@@ -104,7 +104,7 @@ class Port:
 
     @property
     def carries(self) -> bool:
-        """Returns whether the port can carry traffic: it is neither in reserve nor known to be down."""
+        """Returns whether the port can carry traffic: it is neither a bond's standby nor known to be down."""
         return self.active is not False and not self.standby
 
 

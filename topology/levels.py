@@ -63,7 +63,10 @@ def levels_of(machine: Machine, *, host_memory_bytes_per_second: float | None = 
 
 
 def _intra_node(machine: Machine) -> LevelEstimate:
-    """Estimates the link between the GPUs of a machine: NVLink if it joins all of them, else PCIe; unknown for slices.
+    """Estimates the link between a machine's GPUs: NVLink or xGMI if it joins all, else the slowest part of the way.
+
+    That is PCIe, the link between two sockets, or host memory if GPUs have no peer access. The rate is unknown for MIG
+    slices, for one GPU of several, and if it is not known whether NVLink joins the GPUs.
 
     Source: MIG user guide, Deployment considerations (slices reach each other neither over NVLink nor as peers).
     """

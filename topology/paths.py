@@ -82,8 +82,13 @@ def local_nics(paths: Mapping[str, PathType | None], rates: Mapping[str, float |
     return frozenset(nic for nic in fastest if near[nic] == nearest)
 
 
-def _generation(switch: PciSwitch, level: int) -> int:
-    """Returns `broadcom_generation` of a switch: 4 or 5 for a half of a stacked Broadcom switch, else 0."""
+def _stacked_generation(switch: PciSwitch, level: int) -> int:
+    """Returns the PCIe generation, 4 or 5, of a switch that is half of a stacked Broadcom switch; 0 for all others.
+
+    Args:
+        switch: The switch.
+        level: 0 asks whether it is an upper half, 1 whether it is a lower one; see `broadcom_generation`.
+    """
     return broadcom_generation(switch.vendor, switch.device, switch.subsystem_vendor, switch.subsystem_device, level)
 
 
@@ -114,8 +119,8 @@ class Distances:
         fused = {}
         for key, switch in self._switches.items():
             upper = self._switches.get(switch.parent or "")
-            generation = 0 if upper is None else _generation(upper, 0)
-            if upper is not None and generation and _generation(switch, 1) == generation:
+            generation = 0 if upper is None else _stacked_generation(upper, 0)
+            if upper is not None and generation and _stacked_generation(switch, 1) == generation:
                 fused[key] = upper.key
         return fused
 

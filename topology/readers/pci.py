@@ -142,16 +142,23 @@ def path_type(tree: PciTree, one: str, other: str) -> str | None:
 
 
 def _switches(tree: PciTree, bus_id: str) -> list[str]:
+    """Returns the bus ids of the switches above a function, nearest first; two halves of one switch as one."""
     switches = list((tree.chain(bus_id) or ())[1::2])
-    generations = [(_generation(tree, s, 1), _generation(tree, s, 0)) for s in switches]
+    generations = [(_stacked_generation(tree, s, 1), _stacked_generation(tree, s, 0)) for s in switches]
     for index in range(len(switches) - 2, -1, -1):
         if generations[index][0] and generations[index][0] == generations[index + 1][1]:
             switches[index] = switches[index + 1]
     return list(dict.fromkeys(switches))
 
 
-def _generation(tree: PciTree, bus_id: str, level: int) -> int:
-    """Returns `broadcom_generation` of the bridge with this bus id; 0 if it is not in the tree."""
+def _stacked_generation(tree: PciTree, bus_id: str, level: int) -> int:
+    """Returns the PCIe generation, 4 or 5, of a bridge that is half of a stacked Broadcom switch; 0 for all others.
+
+    Args:
+        tree: PCI tree; a bridge that is not in it gives 0.
+        bus_id: Bus id of the bridge.
+        level: 0 asks whether it is an upper half, 1 whether it is a lower one; see `broadcom_generation`.
+    """
     bridge = tree.functions.get(bus_id)
     if bridge is None:
         return 0

@@ -225,7 +225,11 @@ def _interfaces(root: Path) -> Iterator[_Interface]:
 
 
 def _is_over_another(own: Path) -> bool:
-    """Returns whether an interface is on top of another one: a VLAN, or Hyper-V's above a card's virtual function."""
+    """Returns whether an interface is on top of another one: a VLAN, or Hyper-V's above a card's virtual function.
+
+    Args:
+        own: Folder of the interface below sys/class/net.
+    """
     return any(name.startswith("lower_") for name in names_in(own))
 
 
