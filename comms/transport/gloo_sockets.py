@@ -50,7 +50,7 @@ class Connection:
 
 
 class GlooSockets:
-    """The sockets of one transport's gloo groups.
+    """Records the sockets that a transport's gloo groups open, to shut them down, or close them in a forked child.
 
     Attributes:
         connections: Connections of the groups to other ranks.

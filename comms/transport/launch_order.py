@@ -56,7 +56,10 @@ class Issuer(Protocol):
 
 @runtime_checkable
 class SerializesLaunches(Protocol):
-    """A process group of gradwire, which orders its launches itself; callers issue on it directly."""
+    """A process group that orders its launches itself: callers issue on it directly, without a `TorchIssuer`.
+
+    `isinstance` asks only whether the attribute is there, whatever its value.
+    """
 
     serializes_launches: bool
 

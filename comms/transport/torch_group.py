@@ -117,7 +117,7 @@ class TorchTransport:
         return self._waiting(self._group.allreduce([tensor], dist.AllreduceOptions()))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """Starts an exchange in which each rank sends an equal part of `source` to every rank."""
+        """Sends the r-th of `size` equal parts of `source` (along dim 0) to rank r; see `Transport.all_to_all`."""
         parts = [source.numel() // self.size] * self.size
         return self.exchange(output.view(-1), source.view(-1), parts, parts, source.nbytes // self.size)
 
@@ -151,9 +151,14 @@ class TorchTransport:
         return Then(work, lambda: order.sum(rows, tensor[start:stop], start, self.size))
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """Sends each slice to all ranks: by one all_gather if slices are equal, by a broadcast if there is one.
+        """Copies every rank's slice to all ranks, in place.
 
-        In all other cases every rank sends its slice to each other rank, and forwards nothing.
+        Equal slices are sent by one all_gather, and a single slice that is not empty by a broadcast. In all other cases
+        every rank sends its slice to each other rank, and forwards nothing.
+
+        Args:
+            tensor: 1-D; slices of the other ranks are overwritten.
+            bounds: `size + 1` ascending offsets; rank r's slice is `tensor[bounds[r]:bounds[r + 1]]`.
         """
         numel = bounds[1] - bounds[0]
         if (
@@ -172,7 +177,7 @@ class TorchTransport:
         return Then(self.exchange(tensor[: bounds[-1]], source, sizes, splits, largest), held=source)
 
     def _gather_equal(self, tensor: Tensor, numel: int, stop: int) -> Work:
-        """All-gather slices of `numel` elements, and broadcast what the last slice has beyond that, up to `stop`."""
+        """All-gathers slices of `numel` elements, and broadcasts what the last slice has beyond that, up to `stop`."""
         even = numel * self.size
         own = tensor[self.rank * numel : (self.rank + 1) * numel].clone()
         works: list[Work] = [self.all_gather(tensor[:even], own)]
@@ -333,7 +338,7 @@ class GlooTransport(TorchTransport):
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
-        """Exchanges runs with the other ranks; large messages take both directions of a link at once."""
+        """Exchanges runs with the other ranks, large messages in both directions at once; see `TorchTransport`."""
         found = self._streams_for(largest_nbytes) if self.size > 1 else None
         if self.size == 1 or (found is None and largest_nbytes < LARGE_NBYTES):
             return super().exchange(output, source, output_splits, source_splits, largest_nbytes)
@@ -451,7 +456,12 @@ class GlooTransport(TorchTransport):
         return self._streams if nbytes >= FAR_NBYTES else None
 
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
-        """Agrees with all ranks on a number of connections, and opens them if it is at least two; else returns None."""
+        """Agrees with all ranks on a number of connections, and opens as many to each of them; None if fewer than two.
+
+        Args:
+            choose: Maps a round trip in seconds to the number of connections to one rank. It gets the second longest
+                of the round trips that all ranks have measured; the largest result of all ranks counts.
+        """
         from gradwire.comms.links.distance import MOST_CONNECTIONS
         from gradwire.comms.transport import parallel_tcp  # here: most networks have short round trips
 
