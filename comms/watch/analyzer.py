@@ -103,7 +103,7 @@ class Analyzer:
         self._log_continuation(now)
         if self._request is None:
             self._update_stall(now)
-            self._request_what_is_waited_in(now)
+            self._request_for_late(now)
         else:
             self._diagnose_responses(now)
         if self._drawing is not None and self._members:
@@ -181,12 +181,18 @@ class Analyzer:
         return self._hosts.get(rank, "a host not known")
 
     def _unnamed(self) -> list[Episode]:
-        """Returns late ranks for which the others wait in a collective whose parameters are not known."""
+        """Returns the open episodes of which it is not known in which collective, with which parameters, ranks wait."""
         late = [each for each in self.report.late if each.ended is None and sender_of(each.late.group) is None]
         return [each for each in late if each.waited_in is None or each.waited_in.holds is None]
 
-    def _request_what_is_waited_in(self, now: float) -> None:
-        """Requests the last collectives of all ranks, if it is not known in which one a late rank is waited for."""
+    def _request_for_late(self, now: float) -> None:
+        """Requests the last collectives of all ranks, to learn in which one the others wait for a late rank.
+
+        Does so at the times of `REQUEST_AFTER_SECONDS`, until that collective and its parameters are known.
+
+        Args:
+            now: Monotonic seconds.
+        """
         for each in self._unnamed() if self._request is None else ():
             if (
                 each.requested < len(REQUEST_AFTER_SECONDS)
@@ -219,7 +225,11 @@ class Analyzer:
         return {rank: now - self._beats.get(rank, (0, self._began))[1] for rank in range(self._store.size)}
 
     def _update_stall(self, now: float) -> None:
-        """Requests the last collectives of all ranks, if one has waited too long."""
+        """Requests the last collectives of all ranks, if a rank has waited in a group or channel for too long.
+
+        Args:
+            now: Monotonic seconds.
+        """
         # A rank that waits for a waiting rank may have begun to wait before it: half of the time counts for others.
         found = find_all_stuck(self._statuses, self._members, self._silent(now), self._stall_seconds / 2)
         longest = max((each.seconds for each in found), default=0.0)

@@ -20,10 +20,14 @@ MEETING = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all"
 
 
 def clock_offsets(parts: Mapping[int, TimelinePart]) -> dict[int, Offset]:
-    """Returns rank -> offset of its clock from that of the lowest rank; without ranks that no group connects with it.
+    """Returns by how much each rank's clock is ahead of the lowest rank's, from collectives and messages of both.
 
     Args:
         parts: Rank -> times of its last collectives.
+
+    Returns:
+        Rank -> offset, to be subtracted from the rank's times. Ranks are left out that no collective or message
+        compares with the lowest one, also not by way of other ranks.
     """
     known = {min(parts): Offset(0.0, 0.0, 0.0)}
     reached = [min(parts)]
