@@ -81,8 +81,17 @@ def contained(words: Sequence[str | Path], output: int) -> Iterator[subprocess.P
     """
     command: list[str | Path] = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--mount-proc"]
     command += ["--kill-child=KILL", "--uts", *words]
-    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True) as process:
+    # A signal that comes before the process can be ended again is handled afterwards.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    with subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=let_through,  # noqa: PLW1509  # this program has one thread
+    ) as process:
         try:
+            let_through()
             yield process
         except BaseException:
             # A namespace's process 1 has ended when all others in it have, and unshare ends after it.
@@ -92,6 +101,11 @@ def contained(words: Sequence[str | Path], output: int) -> Iterator[subprocess.P
             if not children:
                 process.kill()
             raise
+
+
+def let_through() -> None:
+    """Unblocks the signals that end this process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 def end_in_order(number: int, _frame: object) -> None:

@@ -115,3 +115,33 @@ def test_a_signal_leaves_nothing_behind(stage: str, number: signal.Signals, tmp_
     assert not processes_with(token)
     assert not list(roots.iterdir())
     assert str(roots) not in Path("/proc/self/mountinfo").read_text()
+
+
+STARTED = """
+import os, signal, subprocess, sys
+sys.path.insert(0, {folder!r})
+import fresh_debian
+
+class Slow(subprocess.Popen):
+    def __init__(self, *words, **options):
+        super().__init__(*words, **options)
+        while not os.path.exists({reached!r}):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+for each in fresh_debian.ENDING:
+    signal.signal(each, fresh_debian.end_in_order)
+fresh_debian.subprocess.Popen = Slow
+with fresh_debian.contained(["sh", "-c", ": > {reached}; sleep {token}"], subprocess.DEVNULL) as process:
+    process.wait()
+"""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"no mount namespace can be made: {why_not()}")
+def test_a_signal_while_a_command_is_started_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The process that starts it may get its turn only when the command has long begun."""
+    token = f"300.{os.getpid()}{time.monotonic_ns()}"
+    script = STARTED.format(folder=str(SCRIPT.parent), reached=str(tmp_path / "reached"), token=token)
+    done = subprocess.run([sys.executable, "-c", script], timeout=SECONDS, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert not processes_with(token)
