@@ -48,10 +48,12 @@ def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: 
 
 @dataclass(slots=True)
 class LeavingBytes:
-    """Bytes that the busiest node's NIC has sent.
+    """Bytes that have left the busiest node through its NIC so far, computed from the plans, not measured.
+
+    On a single node they are those of the busiest rank.
 
     Attributes:
-        exchanged: Bytes of exchanges.
+        exchanged: Bytes of exchanges of pseudo-gradients.
         synchronized: Bytes of `synchronize`, which averages in full precision.
     """
 
@@ -272,15 +274,18 @@ class FragmentAveraging:
         )
 
     def finish(self, fragment: Fragment, pending: Pending, begun: int) -> None:
-        """Waits for the average of an exchange, and checks whether it is finite.
+        """Waits until an exchange has ended, and stores its result in `pending`.
 
         Args:
             fragment: Fragment of the exchange.
-            pending: The exchange; `flat`, `finite` and `differing` are set.
-            begun: Number of exchanges that this rank has begun.
+            pending: The exchange, which `launch` has started. On return `flat` is the average, `finite` says whether
+                it is finite, and `differing` has the ranks with other anchors if anchors are compared. `error` is set
+                if the exchange fails.
+            begun: Number of exchanges that this rank has begun. It is published while this rank waits: ranks that have
+                begun fewer, because they have taken fewer steps, then start this exchange, too.
 
         Raises:
-            RuntimeError: The exchange failed; the next call raises the same.
+            RuntimeError: The exchange failed.
         """
         sends = not self.alone and fragment.numel > 0
         began = time.perf_counter()
@@ -305,11 +310,11 @@ class FragmentAveraging:
         pending.finite = finite
 
     def decide(self, finite: bool, fragments: Sequence[Fragment]) -> None:
-        """Commits or drops the residuals that the compressor has staged for some fragments.
+        """Ends exchanges for the compressor: commits the new residuals that it has staged, or drops them.
 
         Args:
-            finite: Whether their averages are finite: True commits the new residuals, False keeps the old ones.
-            fragments: The fragments.
+            finite: Whether the averages are finite: True commits the new residuals, False keeps the old ones.
+            fragments: Fragments that were exchanged.
         """
         layouts = [fragment.layout for fragment in fragments if fragment.numel]
         if self.compression is not None and layouts:
@@ -483,12 +488,11 @@ class FragmentAveraging:
     def _arrive(self, fragment: Fragment, pending: Pending, begun: int) -> None:
         """Waits until `pending.flat` holds the average; in elastic training, the average of the surviving ranks.
 
-        Meanwhile publishes, for ranks that have taken fewer steps, that this rank waits; see `PUBLISH_AFTER_SECONDS`.
-
         Args:
             fragment: Fragment of the exchange.
-            pending: The exchange, which has been launched.
-            begun: Number of exchanges that this rank has begun.
+            pending: The exchange, which `launch` has started; `flat` is set, and in elastic training `differing`.
+            begun: Number of exchanges that this rank has begun. It is published while this rank waits, for ranks that
+                have taken fewer steps; see `PUBLISH_AFTER_SECONDS`.
 
         Raises:
             RuntimeError: The exchange failed.
@@ -514,7 +518,7 @@ class FragmentAveraging:
         Args:
             fragment: Fragment of the exchange.
             pending: The exchange; its pseudo-gradient is computed again if it is restarted.
-            begun: Number of exchanges that this rank has begun.
+            begun: Number of exchanges that this rank has begun, which is published before it waits.
 
         Returns:
             A copy of the average, which is kept for ranks that have missed it.
@@ -532,7 +536,7 @@ class FragmentAveraging:
         return pending.flat.clone()
 
     def _wait(self, future: FutureTensor) -> Tensor:
-        """Waits for a future; in elastic training raises as soon as a rank has failed, so that the caller repeats."""
+        """Waits for a future and returns its value; in elastic training raises as soon as a rank has failed."""
         return future.wait() if self.resilient_ops is None else self.resilient_ops.wait(future)
 
     def _launch_checksums(self, fragments: Sequence[Fragment]) -> FutureTensor:

@@ -300,17 +300,21 @@ class Fragment:
         self.anchor.sub_(step if settings.lr == 1.0 else step.mul(settings.lr))
 
     def keep(self, flat: Tensor) -> Tensor:
-        """Caches the views of a (numel) tensor that is used repeatedly, and returns the tensor."""
+        """Caches the result of `views` for a (numel) tensor that is used repeatedly, and returns the tensor."""
         self._kept[id(flat)] = (flat, self._views_of(flat))
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Returns views of a (numel) tensor in the shapes of the parameters, in their memory order."""
+        """Returns a view of each parameter's part of a (numel) tensor, its dimensions in the order of the memory.
+
+        A view has the parameter's shape with the dimensions sorted by stride, largest first: that of a channels-last
+        weight (O, I, H, W) is (O, H, W, I).
+        """
         kept = self._kept.get(id(flat))
         return self._views_of(flat) if kept is None else kept[1]
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
-        """Returns new views of a (numel) tensor in the shapes of the parameters, in their memory order."""
+        """Makes the views that `views` returns, without looking for those that `keep` has cached."""
         sizes = [shape.numel() for shape in self._shapes]
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), self._shapes, strict=True)]
 
@@ -321,9 +325,10 @@ class Fragment:
         ]
 
     def _locals(self) -> list[Tensor]:
-        """Returns this rank's part of each parameter, as views in memory order; cached while the memory stays the same.
+        """Returns a view of this rank's part of each parameter, its dimensions in the order of the memory.
 
-        A parameter's memory changes where its `data` is set; FSDP2 may replace a shard's at every step.
+        The views are cached until a parameter has other memory: where its `data` was set. Of a sharded model they are
+        made at each call, because FSDP2 may replace a shard at every step.
         """
         if not self._plain:
             return self._locals_now()

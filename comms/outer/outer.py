@@ -287,10 +287,10 @@ class Outer(TrainingState[AveragingSession]):
         return connection, first
 
     def _survive(self, first: FailurePolicy) -> None:
-        """Makes this rank's exchanges continue after the failure of other ranks.
+        """Makes this rank's exchanges continue without ranks that fail from now on.
 
         Args:
-            first: Failure policy of the first communicator.
+            first: Failure policy of the first communicator, which `_connect` returned.
         """
         communicator = self._connected("elastic").communicator
         prefix = f"gradwire/{ELASTIC}/{communicator.peer_infos.generation}"
@@ -301,12 +301,15 @@ class Outer(TrainingState[AveragingSession]):
         self.exchange.averaging.agreement = self._agreement_of(communicator, first)
 
     def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
-        """Makes a new communicator of the ranks that survive a failure, and continues the exchanges with it.
+        """Connects the ranks that survive a failure, and makes the exchanges continue among them; see `Rebuild`.
 
         Args:
-            view: The surviving ranks, seen from this one.
-            store: Store of the new generation.
-            failure_policy: Failure policy of the new communicator.
+            view: The surviving ranks, renumbered, and this rank's number among them.
+            store: Store of these ranks, with keys of their own.
+            failure_policy: How the new communicator reports the next failed rank.
+
+        Returns:
+            The new communicator.
         """
         previous = self._connected("elastic")
         ranks = SessionRanks(store, ELASTIC, view.rank, view.size, None, failure_policy)
@@ -319,11 +322,11 @@ class Outer(TrainingState[AveragingSession]):
         return communicator
 
     def _agreement_of(self, communicator: Communicator, failure_policy: FailurePolicy) -> Agreement:
-        """Makes the agreement of the ranks of one generation; it does not wait for ranks that have failed.
+        """Makes an agreement of a communicator's ranks that does not wait for ranks that have failed.
 
         Args:
             communicator: Communicator of these ranks.
-            failure_policy: Failure policy of the same generation, which ends waits for failed ranks.
+            failure_policy: Failure policy of the communicator, which ends waits for failed ranks.
         """
         store = failure_policy.polling(PrefixStore(AGREEMENT, communicator.plain_store))
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
@@ -452,7 +455,7 @@ class Outer(TrainingState[AveragingSession]):
 
     @property
     def dirty(self) -> bool:
-        """True: workers differ between exchanges, so a state always belongs to these ranks."""
+        """Whether a saved state fits only the ranks that saved it: always True, as workers differ between exchanges."""
         return True
 
     def _place(self) -> tuple[int, int]:
