@@ -123,17 +123,20 @@ def codec_seconds(name: str, memory_bytes_per_second: float) -> float:
 
 
 def final(name: str) -> Compressor:
-    """Makes a compressor by name with default options but without a warm-up, as it is late in training."""
+    """Makes a compressor by name with default options but no warm-up: as it is in the later steps of training."""
     from gradwire.compressors import registry
 
     return registry.make(name, {"warmup_steps": 0} if "warmup_steps" in registry.options_of(name) else {})
 
 
 def short_start(name: str) -> dict[str, "Option"]:
-    """Returns options for a warm-up of one step, so that the second step of a compressor is as late in training.
+    """Returns the options that end a compressor's warm-up after one step, so that the second step can be measured.
 
     Args:
-        name: Name of the compressor; without a warm-up the options are empty.
+        name: Name of the compressor.
+
+    Returns:
+        `warmup_steps` of 1; empty if the compressor has no warm-up.
     """
     from gradwire.compressors import registry
 
@@ -141,7 +144,7 @@ def short_start(name: str) -> dict[str, "Option"]:
 
 
 def with_short_start(name: str) -> Compressor:
-    """Makes a compressor by name with default options except those of `short_start`."""
+    """Makes a compressor by name with default options, but a warm-up of one step at most; see `short_start`."""
     from gradwire.compressors import registry
 
     return registry.make(name, short_start(name))
@@ -165,9 +168,10 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
 
 
 def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> float:
-    """Returns the part of a compressor's bytes that goes to owners as payloads and comes back from them as sums.
+    """Returns the part of a compressor's bytes that it reduces at owners, ranks that sum one part of the shard each.
 
-    The rest is what it sums exactly (biases, by the default rules; PowerSGD's factors), and what all ranks gather.
+    These bytes go to the owners as payloads, and come back from them as sums. The rest is what the compressor sums
+    exactly (biases, by the default rules; PowerSGD's factors), and what all ranks gather.
 
     Args:
         compressor: The compressor.

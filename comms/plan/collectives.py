@@ -13,7 +13,7 @@ node one rank stands for piece p: the one whose place in its node corresponds to
 A NIC sends each of its node's pieces to each other node: (N - 1)/N of the tensor with N equal nodes, the lower bound;
 a broadcast crosses each NIC once. Chunks are columns: the same run of elements of every piece.
 
-Sharded training in few bits compresses the phase between the nodes: see `plan_compressed`.
+In sharded training with compression the phase between the nodes is compressed: see `plan_compressed`.
 
 What gloo does instead: a binomial tree (gloo/broadcast.cc), a ring of all ranks (gloo/allgather.cc), and for a
 reduce_scatter an all_reduce of the whole (ProcessGroupGloo.cpp).
@@ -82,7 +82,13 @@ class CollectivePlan:
         return RankPlan(plan, tuple(chunks), ((0, 0), *hops), turn, direct=False)
 
     def own_runs(self, rank: int) -> list[tuple[int, int]]:
-        """Returns the ranges of elements in which a reduce_scatter makes sums on one rank, ascending and disjoint."""
+        """Returns the ranges of a reduce_scatter's input that it overwrites with sums on one rank, ascending, disjoint.
+
+        They are the rank's own piece, and those that the rank sums for its node. To keep the input, save them first.
+
+        Args:
+            rank: The rank.
+        """
         runs = [
             (transfer.start + transfer.bounds[place], transfer.start + transfer.bounds[place + 1])
             for steps in self.chunks
@@ -102,13 +108,15 @@ class CollectivePlan:
 
 @lru_cache(maxsize=64)
 def stand_ins(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """Returns, for each node and piece, the rank of the node that sends and receives that piece between nodes.
+    """Returns which rank of each node sends and receives each piece between nodes.
 
-    `stand_ins(cluster)[node][piece]` is that rank.
     In the node of the piece's owner it is the owner. Pieces are spread evenly over the ranks of each other node.
 
     Args:
         cluster: Placement of the ranks.
+
+    Returns:
+        `found[node][piece]` is the rank.
     """
     nodes = cluster.nodes
     found = [[0] * cluster.size for _ in nodes]

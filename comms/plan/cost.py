@@ -67,10 +67,10 @@ EXACT = CodecPrice("none")
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """Cost of one phase, linear in the bytes that it moves.
+    """Predicted cost of one phase, linear in the size of the bucket.
 
     Attributes:
-        alpha_seconds: Latency of the messages that follow one another.
+        alpha_seconds: Sum of the latencies of the messages that follow one another.
         seconds_per_byte: Seconds of the slowest link for each byte of the bucket.
         egress: Bytes that leave each unit for each byte of the bucket.
         byte_share: Part of those seconds in which the link is busy; other chunks use the rest.
@@ -82,11 +82,11 @@ class PhaseCost:
     byte_share: float = 1.0
 
     def seconds(self, nbytes: float) -> float:
-        """Returns the predicted seconds of `nbytes`."""
+        """Returns the predicted seconds of the phase for a bucket of `nbytes` bytes, latency included."""
         return self.alpha_seconds + self.byte_seconds(nbytes)
 
     def byte_seconds(self, nbytes: float) -> float:
-        """Returns the predicted seconds of `nbytes` without latency."""
+        """Returns the predicted seconds of the phase for a bucket of `nbytes` bytes, without latency."""
         return nbytes * self.seconds_per_byte
 
 
@@ -170,7 +170,14 @@ class CostModel:
         return self._shape.book(everyone, np.full_like(everyone, phase.level), sent * self.shares(phase.level))
 
     def _between_unequal(self, phase: Phase, alpha_seconds: float) -> PhaseCost:
-        """Returns the cost of an all_reduce between unequal owners: two stages, each as long as its slowest link."""
+        """Returns the cost of an all_reduce in which each unit sums a part of the bucket that suits its link rate.
+
+        Each of its two stages, contributions to the owners of the parts and sums from them, ends with its slowest link.
+
+        Args:
+            phase: The phase, with `shares`.
+            alpha_seconds: Sum of the latencies of its messages that follow one another.
+        """
         counts, owned = self._shape.counts[phase.level], np.array(phase.shares, dtype=float)
         places, parents = self._shape.unit_ids[phase.level], self._shape.parents(phase.level)
         _, first = np.unique(places, return_index=True)  # The same for all ranks of a unit.
@@ -252,7 +259,12 @@ def exchange_cost(cluster: Cluster) -> PhaseCost:
 
 @lru_cache(maxsize=64)
 def _whole(cluster: Cluster, algorithm: str) -> PhaseCost:
-    """Returns the cost of one all-reduce over all ranks; the same in every plan, so computed once."""
+    """Returns the cost of a flat all-reduce, which joins all ranks; cached, because all plans share it.
+
+    Args:
+        cluster: Placement of the ranks, and link rates.
+        algorithm: Algorithm of the library, as in `Phase.algorithm`.
+    """
     model = CostModel(cluster, {})
     return model.messages(flat_messages(shape_of(cluster), algorithm), ring=algorithm == RING)
 
@@ -262,7 +274,7 @@ def busiest(cluster: Cluster, costs: Iterable[tuple[PhaseCost, float]]) -> dict[
 
     Args:
         cluster: Cluster of the costs.
-        costs: Cost of each phase, and the bytes that it moves.
+        costs: Cost of each phase, and the size in bytes that it is for: of the bucket, or of the payloads.
     """
     priced = list(costs)
     most = {level.name: 0.0 for level in cluster.levels}

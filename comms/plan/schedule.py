@@ -135,13 +135,13 @@ class Schedule:
 
 
 def member_shares(phase: Phase, transfer: Transfer) -> tuple[int, ...]:
-    """Returns the weight of each member's part of an all_reduce if the phase has unequal shares; else empty.
+    """Returns the weight of the part that each member of an all_reduce owns; empty if all own equal parts.
 
-    Members whose weights are all 0 (a rail through the slowest nodes only) own equal parts.
+    It is empty also if all weights are 0, that is, if all members are in units with the slowest links.
 
     Args:
         phase: Phase of the plan.
-        transfer: Transfer of that phase.
+        transfer: Transfer of that phase, between the members.
     """
     shares = tuple(phase.shares[rank] for rank in transfer.members) if phase.shares else ()
     return shares if any(shares) else ()

@@ -20,18 +20,23 @@ Ints = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Egress:
-    """Bytes that leave each unit through its link of one level, and how many ranks send them.
+    """Bytes that leave each rank, node and rack through its outgoing link, for each byte of the bucket.
 
     Attributes:
-        nbytes: For each level an array over the units below it: ranks at level 0, nodes at level 1, racks at level 2.
-        senders: Number of ranks of each unit that send over that link, in arrays of the same shapes.
+        nbytes: Those bytes: for each level a 1-D array with an element for each unit below the level, which is a rank
+            for level 0, a node for level 1, a rack for level 2.
+        senders: Number of the unit's ranks that send over the link, in arrays of the same shapes.
     """
 
     nbytes: tuple[Floats, ...]
     senders: tuple[Ints, ...]
 
     def of_busiest_rank(self, level: int) -> float:
-        """Returns the bytes that the busiest rank sends at a level; above level 0 its part of its node's bytes."""
+        """Returns the bytes that the busiest rank sends, for each byte of the bucket.
+
+        Args:
+            level: 0 for the link of the rank itself; above 0 for its equal part of what leaves its node.
+        """
         if level == 0:
             return float(self.nbytes[0].max())
         leaving, senders = self.nbytes[1], self.senders[1]
