@@ -147,13 +147,13 @@ def apply(
     reporter = reporter_of_grid(
         store_of(dist.group.WORLD), number, groups, _peers(param_groups) | replica_ranks, config.timeout
     )
-    device, few_bits = param_groups[0].device, shards != "exact" or weights != "exact"
-    beside = device.type == "cuda" and (few_bits or between is not None)
+    device, compressed = param_groups[0].device, shards != "exact" or weights != "exact"
+    beside = device.type == "cuda" and (compressed or between is not None)
     torchs = TorchGroups(device) if beside else None  # before the first communicator is made
     state = FsdpState(model, param_groups, names, between, config, reporter)
     # Then put gradwire's collectives in the place of torch's, between the ranks that share parameters.
     stats = PhaseStats(HostClock(), ())
-    links = ShardLinks(device, config, reporter, torchs, stats, few_bits=few_bits)
+    links = ShardLinks(device, config, reporter, torchs, stats, compressed=compressed)
     rounding = Rounding(seed, dist.get_rank())
     overlap = Overlap()
     carried = install(param_groups, names, shards, weights, rules_from(config.rules), rounding, links.of, overlap)
@@ -170,8 +170,8 @@ def apply(
         model,
         ShardTraffic(
             tuple(links.communicators),
-            stats if few_bits else None,
-            rounding if few_bits else None,
+            stats if compressed else None,
+            rounding if compressed else None,
             described,
             links.describe_plans(),
             overlap if device.type == "cpu" else None,
@@ -193,8 +193,8 @@ class ShardLinks:
         reporter: Reports a rank failure to all ranks of the grid.
         torchs: Orders the launches of torch's collectives and gradwire's on one CUDA device; None on a CPU, and if
             only torch launches collectives.
-        stats: Counts what is sent in few bits on CUDA; on a CPU the executor of each communicator has counters.
-        few_bits: Whether gradients or weights are sent in fewer bits between nodes.
+        stats: Counts what compressed collectives send on CUDA; on a CPU the executor of each communicator counts.
+        compressed: Whether gradients or weights are compressed between nodes.
 
     Attributes:
         made: Ranks of a group, in the default group -> its link.
@@ -208,13 +208,13 @@ class ShardLinks:
         torchs: TorchGroups | None,
         stats: PhaseStats,
         *,
-        few_bits: bool,
+        compressed: bool,
     ) -> None:
         self.made: dict[tuple[int, ...], ShardLink] = {}
         self._device = device
         self._config = config
         self._reporter = reporter
-        self._few_bits = few_bits
+        self._compressed = compressed
         self._torchs = torchs
         self._stats = stats
 
@@ -237,7 +237,7 @@ class ShardLinks:
             communicator = self._communicator(group, ranks) if self._device.type == "cpu" else None
             flat = self._config.plan_name == "flat"
             nodes = None
-            if self._few_bits:
+            if self._compressed:
                 nodes = find_nodes(group, self._config.host, flat, communicator, self._torchs, self._stats)
             plans = communicator is not None and not isinstance(group, SerializesLaunches)
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
@@ -263,9 +263,9 @@ class ShardLinks:
         return ", ".join(sorted(found))
 
     def describe_plans(self) -> Callable[[], tuple[str, ...]]:
-        """Returns a function that describes the plans of collectives in few bits, for a report: none on CUDA.
+        """Returns a function that returns a paragraph for each plan of a compressed collective, for a report.
 
-        The function keeps no link alive: a link closes its communicator when it is collected.
+        On CUDA it returns none. It keeps no link alive, because a link closes its communicator when it is collected.
         """
         made = [
             (link.nodes.planned, link.communicator) for link in self.made.values() if link.nodes and link.communicator

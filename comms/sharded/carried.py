@@ -87,7 +87,7 @@ class ShardResidual:
         self.holds = rows is not None
 
     def describe(self) -> str:
-        """Returns the number of sums, which all ranks must have loaded equal."""
+        """Returns the number of reduce-scatters so far as text, to compare it between ranks."""
         return str(self.sums)
 
     def take(self, present: Sequence[NamedShard], device: torch.device) -> list[Tensor]:
@@ -140,7 +140,9 @@ class ShardResidual:
 
 
 class SentShards:
-    """The weights of one parameter group as all counterparts have them: the base of the next differences.
+    """The weights of one parameter group that were sent last, from which the next all-gather sends the differences.
+
+    They are those of this rank's shard and of its counterparts', the ranks at the same place in the other nodes.
 
     Invariant: counterparts apply the same payloads in the same order, so their copies have the same bits.
 
@@ -177,7 +179,7 @@ class SentShards:
         self.rows = None if rows is None else rows.clone()
 
     def describe(self) -> str:
-        """Returns a short digest of the flat shards, to compare them between ranks."""
+        """Returns a digest of the flat shards in 8 hex digits, to compare them between ranks; `not there` without."""
         if self.rows is None:
             return "not there"
         return hashlib.sha256(self.rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
@@ -189,7 +191,7 @@ def _refuse_other_dtype(rows: Tensor | None) -> None:
 
 
 class LoadedShards:
-    """Describes the carried state that this rank has loaded, and compares it with the other ranks.
+    """Compares between ranks what they have loaded from a checkpoint: residuals, or the weights that were sent last.
 
     A rank with other flat shards than its counterparts would send differences from weights that they do not have, or
     whole flat shards where they expect differences. A residual of another step belongs to other weights.
@@ -207,11 +209,16 @@ class LoadedShards:
         self._alike = None if alike is None else alike(self)
 
     def add(self, param_group: str, rows: ShardResidual | SentShards) -> None:
-        """Adds the state of a parameter group, which is saved under a key that ends with `param_group`."""
+        """Adds a parameter group's state to what is compared after each load; called when the model is set up.
+
+        Args:
+            param_group: Kind of the state and number of the parameter group, as `residual/3`: the end of its key.
+            rows: The state, whose present content is read after a load.
+        """
         self._rows[rows.key + param_group] = rows
 
     def note(self) -> None:
-        """Records that a state was loaded, and what it holds."""
+        """Records what the added states hold now; called after a checkpoint was loaded."""
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._rows.items()}
 
     def compare(self) -> None:

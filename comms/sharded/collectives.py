@@ -189,7 +189,13 @@ class GradientReduceScatter(ReduceScatter):
     def _start(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
     ) -> ShardWork | None:
-        """Starts the reduce-scatter, after reading all that may change before it runs: parameters, loss scale, flush.
+        """Starts the reduce-scatter, with the arguments of `__call__`.
+
+        What may change before it runs is read now: which parameters have a gradient, the loss scale, and whether
+        residuals are flushed.
+
+        Returns:
+            Its work; None on CUDA, where it was issued on the current stream.
 
         Raises:
             RuntimeError: The flat shard has another length than expected.
@@ -337,7 +343,15 @@ class EncodedAllGather(Allocating, ABC):
 
     @abstractmethod
     def _start(self, output_tensor: Tensor, input_tensor: Tensor) -> ShardWork | None:
-        """Reads all that may change before the collective runs, then starts it; see `ShardNodes.all_gather`."""
+        """Starts the all-gather. What may change before it runs is read now, because a CPU runs it in other threads.
+
+        Args:
+            output_tensor: See `__call__`.
+            input_tensor: See `__call__`.
+
+        Returns:
+            Its work; None on CUDA, where it was issued on the current stream.
+        """
 
     def _check(self, row: Tensor) -> None:
         """Refuses a flat shard of another length than expected.

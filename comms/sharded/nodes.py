@@ -1,4 +1,4 @@
-"""Placement of the ranks that share a model's parameters, and their collectives in few bits between nodes.
+"""Placement of the ranks that share a model's parameters, and their collectives with compression between nodes.
 
 If all nodes have the same number of ranks, every rank has a counterpart on each other node: the rank at the same place.
 The step inside a node is exact; only counterparts exchange payloads. So each byte crosses a NIC once, where a flat
@@ -182,7 +182,7 @@ class PlannedNodes(ShardNodes):
         self._member = Member(self._counterparts.index(communicator.rank), len(members))
 
     def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> ShardWork:
-        """Starts a planned reduce-scatter of gradients: exact inside a node, in the codec's bits between nodes."""
+        """Starts a planned reduce-scatter of gradients: exact inside a node, with `exchange` between nodes."""
         plan = self._plan(REDUCE_SCATTER, source.numel() // self.size, source.dtype, choice, payload_nbytes)
 
         def coded(region: Tensor, member: Member) -> Iterator[Request]:
@@ -194,7 +194,7 @@ class PlannedNodes(ShardNodes):
     def all_gather(
         self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceShard
     ) -> ShardWork:
-        """Starts a planned all-gather of weights: in the codec's bits between nodes, then copied inside each node."""
+        """Starts a planned all-gather of weights: with `exchange` between nodes, then copied inside each node."""
         # The threads of lanes write to these flat shards, so they are made outside of a caller's inference mode.
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False):

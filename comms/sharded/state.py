@@ -77,7 +77,7 @@ class ShardTraffic:
         stats: Counters of compressed collectives on CUDA; None if none is compressed.
         rounding: Keys of random rounding, saved with the state; None if no collective is compressed.
         described: One line for a report, about formats and placement; empty if there are no collectives of gradwire.
-        plans: Returns a paragraph about each plan of collectives in few bits, for a report; none on CUDA.
+        plans: Returns a paragraph about each plan of a compressed collective, for a report; none on CUDA.
         overlap: The reduce-scatters in flight on a CPU; None on CUDA.
         nodes: Placement of the ranks as text, see `ShardLinks.nodes`; empty if no state depends on it.
         torchs: Orders launches on torch's groups with gradwire's on CUDA; None on a CPU, or if only torch launches.
@@ -187,7 +187,8 @@ class FsdpState(GradientState[AveragingSession]):
     def report(self) -> Report:
         """Returns calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
-        Torch's own collectives are left out. On CUDA those in few bits have rows without seconds, between nodes only.
+        Torch's own collectives are left out. Compressed ones on CUDA have rows for their part between nodes only,
+        without seconds.
         """
         every = [link.executor.stats for link in self._shards.communicators]
         every += [] if self._shards.stats is None else [self._shards.stats]
@@ -243,7 +244,10 @@ class FsdpState(GradientState[AveragingSession]):
         return super().dirty or any(each.holds for each in self._shards.residuals)
 
     def _starts_anew(self) -> str:
-        """Returns what starts without residuals because no checkpoint was loaded, in words; empty if nothing does."""
+        """Returns what keeps tensors from step to step, in words: the compressor's name, `shards`, both, or nothing.
+
+        It is named in the warning that the optimizer continues from a checkpoint and this state does not.
+        """
         shards = "`shards`" if any(each.rows is not None for each in self._shards.residuals) else ""
         return " and ".join(filter(None, (super()._starts_anew(), shards)))
 
