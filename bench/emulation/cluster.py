@@ -45,7 +45,7 @@ WITH_ONE_THREAD = 'exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@"'
 
 
 Names = Literal["all", "own", "none"]
-"""Names that resolve on each node: those of all nodes, its own, or none; see `EmulatedCluster`."""
+"""Hostnames that each emulated node can resolve: those of all nodes, its own, or none; see `EmulatedCluster`."""
 
 Carrier = Literal["auto", "netem", "relay"]
 """Carrier of the packets between nodes: see `check_carrier`."""
@@ -54,10 +54,10 @@ FIRST_NETWORK = "10.77.0.0/16"
 
 
 def check_names(names: str) -> Names:
-    """Checks the value of `names`, and returns it; see `EmulatedCluster`.
+    """Checks which hostnames an emulated node is asked to resolve, and returns them; see `EmulatedCluster`.
 
     Args:
-        names: `all`, `own` or `none`.
+        names: `all` for those of all nodes, `own` for its own, or `none`.
 
     Raises:
         ValueError: It is none of the three.

@@ -65,7 +65,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
     Args:
         environment: Variables to set in this process, which was forked for the rank.
         log: File for the steps, a line of JSON each; the changes of membership are written beside it at the end.
-        options: `compressor`, `compute` (seconds of computation a step) and `row_every` (steps from line to line).
+        options: `compressor`, `compute` (seconds of computation a step) and `row_every` (steps for each logged line).
     """
     os.environ.update(environment)  # noqa: TID251 - of this rank, which was forked
     import torch

@@ -190,7 +190,9 @@ def main() -> None:
 
 
 def table(rounds: dict[str, list[list[float]]]) -> str:
-    """Returns a table in Markdown: for each hook its least and median time for a bucket, and both ratios to torch's.
+    """Returns a table in Markdown: for each hook its least and median time for a bucket, and both relative to torch's.
+
+    The last column is the median over the rounds of the ratio to torch's hook in the same round.
 
     Args:
         rounds: By hook, for each round the seconds for a bucket in each of its steps; `torch` must be among the hooks.
