@@ -102,7 +102,7 @@ class _Memory:
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def of(self, fragments: Sequence[Fragment], number: int) -> tuple[Tensor, Tensor]:
-        """Returns two (numel) tensors for the exchange of one fragment.
+        """Returns the (numel) tensors `Pending.flat` and `Pending.sent` for the exchange of one fragment.
 
         Args:
             fragments: Fragments of the model. They are replaced once, when the schedule is chosen.
@@ -387,13 +387,13 @@ class FragmentAveraging:
         return found
 
     def check_loadable(self, held: StateDict) -> None:
-        """Checks that the compressor can load a state; afterwards it has its own again.
+        """Checks whether the compressor can load a state, by loading it and then its own state again.
 
         Args:
             held: Result of the session's `state_dict`; empty without a compressor.
 
         Raises:
-            ValueError: It cannot load the state.
+            ValueError: It cannot load the state; it has its own again.
         """
         if self.compression is None:
             return
@@ -557,6 +557,6 @@ class FragmentAveraging:
 
 
 def _differing(checksums: Tensor) -> tuple[int, ...]:
-    """Returns the ranks whose checksum is not that of rank 0; on CUDA the host waits for the checksums."""
+    """Returns the ranks whose checksum, in a (ranks) int64 tensor, is not that of rank 0; on CUDA the host waits."""
     first, *others = checksums.tolist()
     return tuple(rank for rank, each in enumerate(others, 1) if each != first)

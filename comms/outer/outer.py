@@ -539,7 +539,7 @@ class Outer(TrainingState[AveragingSession]):
             self.hook.close()
 
     def _leave(self) -> None:
-        """Disconnects from the other ranks."""
+        """Closes the connections to the other ranks, and the threads that use them."""
         connection = self._connected("close()")
         connection.observer.close()
         if self._resilient_ops is not None:

@@ -50,16 +50,16 @@ class Saved:
 
 
 def parameters_checksum(fragments: Sequence[Fragment]) -> str:
-    """Returns a checksum of this rank's parameters, whichever fragments they are in."""
+    """Returns a checksum of this rank's present parameters in 16 hex digits, whichever fragments they are in."""
     sums = {name: each for fragment in fragments for name, each in fragment.parameter_checksums().items()}
     return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
 
 
 def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings) -> StateDict:
-    """Returns a state as a dict of numbers, strings and copied tensors.
+    """Converts a state to a flat dict of numbers, strings and copied tensors, which `read` parses.
 
     Args:
-        saved: Values of the state.
+        saved: The state.
         fragments: Fragments of the model.
         settings: Settings of the exchanges.
     """
@@ -75,7 +75,7 @@ def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings
 
 
 def read(state: StateDict, fragments: Sequence[Fragment], settings: OuterSettings) -> Saved:
-    """Returns the values of a state.
+    """Parses and validates a state.
 
     Args:
         state: Result of `written`.
