@@ -7,7 +7,7 @@ from functools import lru_cache
 from gradwire.comms.plan.advise import WORTHWHILE, Advice, Candidate, Recommendation, Workload, advise, warning_of
 from gradwire.comms.plan.codec_price import codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
-from gradwire.comms.plan.payloads import gpu_memory
+from gradwire.comms.plan.payloads import gpu_memory_rate
 from gradwire.comms.plan.plan import RATES_OPTION
 from gradwire.comms.plan.planner import presumed
 from gradwire.comms.report import wrapped
@@ -143,7 +143,7 @@ def advise_job(
         bucket_sizes=tuple(sizes),
     )
     # Predict every plan and compressor, and do not recommend one that is slower than what runs.
-    advice = advise(cluster, workload, prices(len(cluster.nodes), library, gpu_memory(cluster)), library=library)
+    advice = advise(cluster, workload, prices(len(cluster.nodes), library, gpu_memory_rate(cluster)), library=library)
     if accumulate == 1:
         advice = _never_slower(advice, running, observed, optimizer)
     return JobAdvice(

@@ -167,13 +167,25 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """All candidates, and the recommendation."""
+    """All candidates, and the recommendation.
+
+    Attributes:
+        candidates: Every plan with every compressor that was considered.
+        recommend: The plan and the compressor to use, with the reason.
+    """
 
     candidates: tuple[Candidate, ...]
     recommend: Recommendation
 
     def candidate(self, name: str) -> Candidate:
-        """Returns the candidate called `name`."""
+        """Returns one candidate.
+
+        Args:
+            name: Name of a plan, such as `flat`; followed by `+` and a compressor, as in `hierarchical+int8`.
+
+        Raises:
+            StopIteration: There is no such candidate.
+        """
         return next(candidate for candidate in self.candidates if candidate.name == name)
 
 

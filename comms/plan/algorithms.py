@@ -86,7 +86,14 @@ def tree_edges(nodes: list[list[int]]) -> list[list[tuple[int, int]]]:
 
 
 def binary_tree_parent(index: int, size: int) -> int:
-    """Returns the parent of `index` (1 to `size` - 1) in the in-order binary tree below 0; odd indices are leaves."""
+    """Returns the parent of a place in the binary tree that NCCL builds: numbered in order, all odd places leaves.
+
+    Place 0 is the root and has one child. Source: NCCL, ncclGetBtree in src/graph/trees.cc.
+
+    Args:
+        index: The place, 1 to `size` - 1.
+        size: Number of places.
+    """
     lowest = index & -index
     parent = (index ^ lowest) | (lowest << 1)
     return parent if parent < size else index ^ lowest

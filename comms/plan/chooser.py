@@ -46,7 +46,7 @@ class PlanChooser:
         library: Kind of device whose costs count: `nccl` for GPUs, `gloo` for CPUs, over MPI too.
 
     Attributes:
-        plan_name: `flat`, `hierarchical` or `leader`; `auto` chooses by size.
+        plan_name: Plan of exact buckets: `flat`, `hierarchical` or `leader`; `auto` chooses by size.
         chunks: Number of chunks; 0 leaves it to the planner.
     """
 
@@ -64,11 +64,11 @@ class PlanChooser:
         self._payloads = payloads
 
     def take(self, plan: str, chunks: int, why: str) -> None:
-        """Uses one plan for every size from now on; see `RankPlans.choose`.
+        """Uses one plan for exact buckets of every size that is planned from now on; see `RankPlans.choose`.
 
         Args:
             plan: `flat`, `hierarchical` or `leader`; `auto` chooses by size again.
-            chunks: Number of chunks; 0 leaves it to the planner.
+            chunks: Number of chunks, of compressed buckets too; 0 leaves it to the planner.
             why: Reason as a sentence, for reports; empty keeps the planner's.
         """
         self.plan_name, self.chunks, self._why = plan, chunks, why
@@ -87,7 +87,7 @@ class PlanChooser:
         return with_reason(best, f"{best.why} (Chosen for buckets of {nbytes / 1e6:.3g} MB, and used for all sizes.)")
 
     def choose(self, nbytes: int, layout: Layout | None) -> Choice:
-        """Chooses the plan of a bucket: the only place that does.
+        """Chooses the plan that a bucket runs with, unequal shares included if the links' rates differ.
 
         Args:
             nbytes: Size of the bucket.
@@ -232,9 +232,9 @@ class PlanChooser:
             return None
         # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
         from gradwire.comms.plan.codec_price import codec_price
-        from gradwire.comms.plan.payloads import gpu_memory
+        from gradwire.comms.plan.payloads import gpu_memory_rate
 
-        price = codec_price(name, layout, size, gpu_memory(self._links.cluster))
+        price = codec_price(name, layout, size, gpu_memory_rate(self._links.cluster))
         exact = plan_all_reduce(self._links.cluster, nbytes, chunks=self.chunks, library=self.library)
         compressed = plan_all_reduce(
             self._links.cluster, nbytes, name="flat", chunks=self.chunks, price=price, library=self.library

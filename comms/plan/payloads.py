@@ -15,8 +15,10 @@ from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster
 
 
-def gpu_memory(cluster: Cluster) -> float:
-    """Returns the memory rate of codecs on the GPUs of a cluster; the least known rate if they are unknown.
+def gpu_memory_rate(cluster: Cluster) -> float:
+    """Returns the bytes per second that a codec moves through the memory of a cluster's GPUs.
+
+    It is a share of their peak bandwidth; for unknown GPUs that of the slowest known one.
 
     Args:
         cluster: Cluster of GPUs.
@@ -53,6 +55,6 @@ class Payloads:
         name = self._compressor.name
         ratio = wire_ratio(self._compressor, layout, group_size)
         ratio = ratio * ELEMENT_NBYTES * layout.numel / nbytes if nbytes else ratio
-        codec = codec_seconds(name, gpu_memory(self._links.cluster)) if self.library == "nccl" else 0.0
+        codec = codec_seconds(name, gpu_memory_rate(self._links.cluster)) if self.library == "nccl" else 0.0
         owned = owned_share(self._compressor, layout, group_size)
         return CodecPrice(name, ratio, codec, rounds=codec_facts(name).rounds, owned=owned)

@@ -47,14 +47,16 @@ class PhasePart:
         phase: The phase.
         steps: Transfers of this rank, step by step. A compressed phase has one step, with a transfer for each shard.
         layouts: Layout of each shard of a compressed phase; empty for an exact one.
-        shares: Weights of the members' parts for each shard of a compressed phase; empty for equal parts.
-        whole_chunk: Whether one transfer of the first step covers the chunk, so that it can apply a factor in its pass.
+        shares: For each shard of a compressed phase, the weights of the parts that its members own; empty for equal
+            parts.
+        whole_chunk: Whether one transfer of the first step covers the chunk, so that it can apply the factor of
+            the all-reduce in the same pass over memory.
         shards: Number of regions of the chunk in which this rank takes part.
         logical_numel: Number of elements of those regions.
         sent_numel: Number of elements that this rank sends; 0 for a compressed phase, whose payloads are counted when
             they are sent.
-        rings: For an exact all_reduce that keeps the order of sums of gloo's rings, the adjacent ranges of elements
-            (first, one past the last) that a ring with equal parts would each sum; else empty.
+        rings: For an exact all_reduce with unequal parts that sums in the order of gloo's rings (see
+            `Phase.in_ring_order`), the range of elements (first, one past the last) of each ring; else empty.
     """
 
     phase: Phase
@@ -320,12 +322,12 @@ class RankPlans:
         return found
 
     def choose(self, plan: str, chunks: int, why: str) -> None:
-        """Uses one plan for every size from the next bucket on.
+        """Uses one plan for exact buckets of every size from the next bucket on; compressed ones keep their plan.
 
         Args:
             plan: `flat`, `hierarchical` or `leader`; `auto` chooses by size again.
-            chunks: Number of chunks; 0 leaves it to the planner.
-            why: Reason as a sentence, for reports.
+            chunks: Number of chunks, of compressed buckets too; 0 leaves it to the planner.
+            why: Reason as a sentence, for reports; empty keeps the planner's.
         """
         self.chooser.take(plan, chunks, why)
         self.clear()
