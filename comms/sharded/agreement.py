@@ -82,7 +82,9 @@ def _read(polling: PollingStore, key: str, rank: int) -> str:
 def reporter_of_grid(
     store: Store, name: str, groups: Sequence[dist.ProcessGroup], peers: Iterable[int], timeout: timedelta
 ) -> StoreFailureReporter:
-    """Makes the reporter through which all ranks of a grid learn of a rank failure; they all call it together.
+    """Makes the reporter through which all ranks of a grid (shard groups by replica groups) learn of a rank failure.
+
+    All ranks of the grid call it together.
 
     A rank knows only its own two groups. The other ranks of the grid are read from the store when a rank has failed.
 

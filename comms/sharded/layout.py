@@ -80,7 +80,10 @@ class ShardNames:
         ]
 
     def numels(self) -> dict[str, int]:
-        """Returns the number of elements of each shard on this rank, and of its padding, by name."""
+        """Returns name -> number of elements of each shard on this rank, without empty ones.
+
+        The padding of a shard has an entry of its own, with the suffix `PADDING`.
+        """
         found: dict[str, int] = {}
         for shard in self.shards.values():
             numel = math.prod(shard.shard_shape)

@@ -247,7 +247,12 @@ class ShardedParamGroup:
         return type(self._group._all_gather_comm).__name__, type(self._group._reduce_scatter_comm).__name__
 
     def set_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Runs `hook(row)` after each reduce-scatter. Torch's method refuses modules with several parameter groups."""
+        """Makes torch call `hook` after each reduce-scatter; its own method refuses modules with several such groups.
+
+        Args:
+            hook: Function of this rank's flat shard (of the whole flat gradient with `replicate()`), 1-D, which it may
+                change in place.
+        """
         self._group._all_reduce_hook = hook
 
     @property
@@ -261,11 +266,19 @@ class ShardedParamGroup:
         return cast(Callable[..., object], self._group._reduce_scatter_comm)
 
     def set_all_gather(self, comm: object) -> None:
-        """Makes FSDP2 call `comm` for its all-gathers."""
+        """Makes FSDP2 call an object of gradwire's, or its own again, for its all-gathers.
+
+        Args:
+            comm: Object with `allocate` and `__call__`, as in torch's `set_custom_all_gather`.
+        """
         self._group._all_gather_comm = comm
 
     def set_reduce_scatter(self, comm: object) -> None:
-        """Makes FSDP2 call `comm` for its reduce-scatters."""
+        """Makes FSDP2 call an object of gradwire's, or its own again, for its reduce-scatters.
+
+        Args:
+            comm: Object with `allocate` and `__call__`, as in torch's `set_custom_reduce_scatter`.
+        """
         self._group._reduce_scatter_comm = comm
 
     def remember_collectives(self) -> Callable[[], None]:
