@@ -44,7 +44,10 @@ class JobOutcome:
 
     @property
     def exit_status(self) -> int:
-        """The first failing rank's status as a shell writes it (128 + signal), 124 after a time-out, otherwise 0."""
+        """Status of the rank that failed first in time, as a shell writes it; 124 after a time-out, otherwise 0.
+
+        A rank that a signal ended has 128 + signal.
+        """
         if self.first_failure is None:
             return 124 if self.timed_out else 0
         returncode = self.returncodes[self.first_failure]

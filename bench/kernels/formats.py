@@ -41,7 +41,13 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Minifloat:
-    """A small floating-point format without infinities, as in the MX specification, section 5.3."""
+    """A small floating-point format without infinities, as in the MX specification, section 5.3.
+
+    Attributes:
+        exponent_bits: Bits of the exponent.
+        mantissa_bits: Bits of the mantissa, without the implied one.
+        largest: Largest value.
+    """
 
     exponent_bits: int
     mantissa_bits: int
@@ -53,7 +59,11 @@ class Minifloat:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     def round(self, x: Tensor) -> Tensor:
-        """Returns the nearest values, ties to even; what is larger than the largest becomes the largest."""
+        """Returns the nearest values of the format in float32, ties to even; larger ones than `largest` become that.
+
+        Args:
+            x: float32 of any shape.
+        """
         smallest = 2 - 2 ** (self.exponent_bits - 1)  # exponent of the smallest normal number
         exponent = (torch.frexp(x).exponent - 1).clamp(min=smallest)
         step = torch.ldexp(torch.ones_like(x), exponent - self.mantissa_bits)
@@ -65,7 +75,7 @@ E3M2, E2M3, E2M1 = Minifloat(3, 2, 28.0), Minifloat(2, 3, 7.5), Minifloat(2, 1, 
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
-    """Returns (blocks, size), with zeros behind the end."""
+    """Cuts a 1-D tensor into blocks of `size` elements, padded with zeros: (blocks, size)."""
     return torch.cat([x, x.new_zeros(-x.numel() % size)]).view(-1, size)
 
 
@@ -80,6 +90,10 @@ def _power_of_two_floor(x: Tensor) -> Tensor:
 
 def mx(element: Minifloat, x: Tensor) -> Tensor:
     """Rounds a gradient to MX: small floats with a power of two as the scale of each 32 values.
+
+    Args:
+        element: Format of the small floats.
+        x: Gradient, 1-D float32.
 
     Source: OCP MX Specification 1.0, section 6.3.
     """

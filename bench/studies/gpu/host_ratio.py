@@ -117,7 +117,7 @@ class MeasuredHook:
 
         Args:
             watched: Context manager that is entered around what is measured, for a profiler; None for none.
-            gated: Hold the device back with the gate until rank 0's host has issued the step.
+            gated: Whether the gate holds the device back until rank 0's host has issued the step.
 
         Returns:
             Seconds of this thread's processor time for a bucket.
