@@ -156,13 +156,16 @@ def _op_in(arguments: Sequence[object]) -> object:
 
 
 def _check_op(title: str, op: object, tensors: Sequence[Tensor], *, premultiplies: bool) -> None:
-    """Refuses tensors of a dtype that their reduce op does not take, see `DTYPES_OF`.
+    """Refuses tensors with a dtype that the reduce op cannot reduce on the CPU, see `DTYPES_OF`.
 
     Args:
         title: Public name of the collective, for the message.
         op: Reduce op.
         tensors: All tensors of the call.
-        premultiplies: Whether the call can run PREMUL_SUM.
+        premultiplies: Whether this collective can run PREMUL_SUM; if not, the op is refused for every dtype.
+
+    Raises:
+        ArgumentError: A dtype is refused; the message lists those that `op` takes.
     """
     kind = next((each for each in DTYPES_OF if op == each), None)
     wanted = DTYPES_OF.get(kind, frozenset()) if kind is not None else frozenset()
@@ -179,7 +182,7 @@ def _check_op(title: str, op: object, tensors: Sequence[Tensor], *, premultiplie
 
 
 def _check_one_dtype(title: str, tensors: Sequence[Tensor]) -> None:
-    """Refuses tensors of different dtypes; `title` names the collective in the message."""
+    """Refuses tensors of different dtypes by an ArgumentError; `title` names the collective in it."""
     if len(found := {each.dtype for each in tensors}) > 1:
         raise ArgumentError(
             f"{title}: tensors have dtypes {', '.join(sorted(map(str, found)))}; wanted one of them all"
@@ -187,13 +190,18 @@ def _check_one_dtype(title: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _check_parts(title: str, size: int, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Refuses a reduce_scatter without one source of the output's shape and dtype for each rank: gloo would crash.
+    """Refuses a reduce_scatter unless each output has one input for each rank, all of one shape and dtype.
+
+    Gloo would crash.
 
     Args:
         title: Public name of the collective, for the message.
         size: Number of ranks.
         outputs: Output tensors, usually one.
-        sources: Tensors that are reduced, `size` for each output.
+        sources: Input tensors, `size` for each output.
+
+    Raises:
+        ArgumentError: The number of inputs, a shape or a dtype does not fit.
     """
     _check_one_dtype(title, (*outputs, *sources))
     shapes = {tuple(each.shape) for each in chain(outputs, sources)}
@@ -211,7 +219,11 @@ def _check_splits(title: str, size: int, tensors: Sequence[Tensor], splits: Sequ
         title: Public name of the collective, for the message.
         size: Number of ranks.
         tensors: (output, input) of the call.
-        splits: Rows of the output from each rank and rows of the input to each rank; None or empty splits evenly.
+        splits: (rows of the output that come from each rank, rows of the input that go to each rank), each a list of
+            `size` numbers; None or empty splits evenly.
+
+    Raises:
+        ArgumentError: A list does not fit its tensor, or without splits the tensors differ in size.
     """
     output, source = tensors
     given = [each for each in splits if isinstance(each, list | tuple) and each]

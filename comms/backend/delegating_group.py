@@ -52,8 +52,12 @@ def _collective(name: str) -> Callable[..., dist.Work]:
     return call
 
 
-def _message(name: str) -> Callable[..., dist.Work]:
-    """Returns a method that checks its arguments, and passes them to the inner group's method of this name."""
+def _point_to_point(name: str) -> Callable[..., dist.Work]:
+    """Returns a method that sends or receives one message: `arguments.check_message`, then the inner group's method.
+
+    Args:
+        name: Name of the inner group's method, one of `MESSAGES`.
+    """
 
     @outside_graphs
     def call(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
@@ -217,6 +221,6 @@ class DelegatingGroup(dist.ProcessGroup):
     scatter = _collective("scatter")
     alltoall = _collective("alltoall")
     all_to_all_single = alltoall_base = _collective("alltoall_base")
-    send = _message("send")
-    recv = _message("recv")
-    recvAnysource = recv_anysource = _message("recv_anysource")
+    send = _point_to_point("send")
+    recv = _point_to_point("recv")
+    recvAnysource = recv_anysource = _point_to_point("recv_anysource")

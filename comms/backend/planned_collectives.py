@@ -72,7 +72,7 @@ class PlannedCollectives:
             ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
         """
         self._check("output", output, source, self._size)
-        flat = _as_lies(output)
+        flat = _flat_view(output)
         target = _empty_flat(output) if flat is None else flat
         self._place(target, source)
 
@@ -126,7 +126,7 @@ class PlannedCollectives:
             ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
         """
         self._check("source", source, output, self._size)
-        flat = _as_lies(source)
+        flat = _flat_view(source)
         if flat is not None:
             return self._reduce_scatter(output, flat, scale, keep=keep)
         copied = _empty_flat(source)
@@ -164,7 +164,7 @@ class PlannedCollectives:
         if not 0 <= root < self._size:
             raise ValueError(f"`root` is {root}; wanted 0 <= root < {self._size}")
         self._check("tensor", tensor, tensor, 1)
-        flat = _as_lies(tensor)
+        flat = _flat_view(tensor)
         target = _empty_flat(tensor) if flat is None else flat
         if flat is None and self._rank == root:
             target.view(tensor.shape).copy_(tensor.detach())
@@ -286,11 +286,11 @@ def together(futures: Sequence[FutureTensors]) -> FutureTensors:
     return torch.futures.collect_all(list(futures)).then(join)
 
 
-def _as_lies(tensor: Tensor) -> Tensor | None:
-    """Returns a 1-D view of a tensor's memory; None if a copy must be sent instead.
+def _flat_view(tensor: Tensor) -> Tensor | None:
+    """Returns a 1-D view of a tensor's memory that any thread may write to; None if a copy must be sent instead.
 
-    That is so for a tensor that is not contiguous, is a lazy conjugate or negative, or was made in inference mode (so
-    that other threads may not write to it).
+    A copy is needed of a tensor that is not contiguous, is a lazy conjugate or negative, or was made in inference mode:
+    torch refuses writes to the last one from threads that are not in that mode.
     """
     if not is_plain(tensor) or tensor.is_inference():
         return None
@@ -299,17 +299,21 @@ def _as_lies(tensor: Tensor) -> Tensor | None:
 
 
 def _bytes_of(flat: Tensor) -> Tensor:
-    """Returns a view of a flat tensor as bytes, which other threads may write to, even if called in inference mode."""
+    """Returns a view of a flat tensor with dtype uint8.
+
+    It is made outside inference mode, whatever the caller's mode: torch refuses writes to a view made in that mode
+    from threads that are not in it.
+    """
     with torch.inference_mode(False):
         return flat.view(torch.uint8)
 
 
 def _empty_flat(like: Tensor, times: int = 1) -> Tensor:
-    """Returns an uninitialized 1-D tensor that any thread may write to.
+    """Returns an uninitialized 1-D tensor that any thread may write to, even if the caller is in inference mode.
 
     Args:
-        like: Tensor whose numel, dtype and device count.
-        times: Number of such tensors for which there is room.
+        like: Tensor that gives the dtype, the device and, with `times`, the number of elements.
+        times: Factor on the elements of `like`.
     """
     with torch.inference_mode(False):
         return torch.empty(times * like.numel(), dtype=like.dtype, device=like.device)
@@ -317,7 +321,7 @@ def _empty_flat(like: Tensor, times: int = 1) -> Tensor:
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
     """Returns a flat view of several tensors that lie end to end in one storage; None if they do not."""
-    if any(_as_lies(tensor) is None for tensor in tensors):
+    if any(_flat_view(tensor) is None for tensor in tensors):
         return None
     first = tensors[0].detach()
     if any(left.data_ptr() + left.nbytes != right.data_ptr() for left, right in pairwise(tensors)):

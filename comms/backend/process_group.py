@@ -89,19 +89,19 @@ def create(options: object, config: object = None) -> "GradwireGroup":
     return GradwireGroup(GroupOptions.of(options), config)
 
 
-def _library_lacks(op: object, tensor: Tensor) -> bool:
+def _gloo_lacks(op: object, tensor: Tensor) -> bool:
     """Returns whether the inner group cannot run a reduce op on a tensor at all: gloo has no PREMUL_SUM."""
     return tensor.device.type == "cpu" and factor_of(op) is not None
 
 
-def _is_dense(*tensors: Tensor) -> bool:
-    """Returns whether all tensors are dense and on the CPU."""
+def _are_dense_on_cpu(*tensors: Tensor) -> bool:
+    """Returns whether all tensors are strided (not sparse) and on the CPU."""
     return all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
 
 
 def _is_local(*tensors: Tensor) -> bool:
-    """Returns whether all tensors are dense, on the CPU, and have elements."""
-    return _is_dense(*tensors) and all(tensor.numel() > 0 for tensor in tensors)
+    """Returns whether all tensors are strided (not sparse), on the CPU, and not empty."""
+    return _are_dense_on_cpu(*tensors) and all(tensor.numel() > 0 for tensor in tensors)
 
 
 class GradwireGroup(DelegatingGroup):
@@ -202,38 +202,38 @@ class GradwireGroup(DelegatingGroup):
         match name, arguments:
             case "broadcast", [[Tensor() as tensor], dist.BroadcastOptions() as options] if _is_local(tensor):
                 if 0 <= options.rootRank < self.size():
-                    exact = self._exact(BROADCAST, tensor.nbytes, options.rootRank)
-                    return None if exact is None else exact.broadcast(tensor, options.rootRank)
+                    own = self._runner(BROADCAST, tensor.nbytes, options.rootRank)
+                    return None if own is None else own.broadcast(tensor, options.rootRank)
             case "allgather", [[list() as outputs], [Tensor() as source], AllgatherOptions()]:
                 if _is_local(source, *outputs) and self._matches(source, outputs):
-                    exact = self._exact(ALL_GATHER, source.nbytes * self.size())
-                    return None if exact is None else exact.all_gather_list(outputs, source)
+                    own = self._runner(ALL_GATHER, source.nbytes * self.size())
+                    return None if own is None else own.all_gather_list(outputs, source)
             case "_allgather_base", [Tensor() as output, Tensor() as source, AllgatherOptions()]:
                 if _is_local(source, output):
-                    exact = self._exact(ALL_GATHER, output.nbytes)
-                    return None if exact is None else exact.all_gather(output, source)
+                    own = self._runner(ALL_GATHER, output.nbytes)
+                    return None if own is None else own.all_gather(output, source)
             case "allgather_into_tensor_coalesced", [list() as outputs, list() as sources, *_]:
                 if len(outputs) == len(sources) > 0 and _is_local(*outputs, *sources):
-                    exact = self._exact(ALL_GATHER, sum(output.nbytes for output in outputs))
+                    own = self._runner(ALL_GATHER, sum(output.nbytes for output in outputs))
                     pairs = zip(outputs, sources, strict=True)
-                    return None if exact is None else together([exact.all_gather(*pair) for pair in pairs])
+                    return None if own is None else together([own.all_gather(*pair) for pair in pairs])
             case "reduce_scatter", [[Tensor() as output], [list() as sources], ReduceScatterOptions() as options]:
-                if _is_dense(output, *sources):
-                    exact, scale = self._summing(options.reduceOp, [output], output.nbytes * self.size())
-                    return None if exact is None else exact.reduce_scatter_list(output, sources, scale)
+                if _are_dense_on_cpu(output, *sources):
+                    own, scale = self._sum_runner(options.reduceOp, [output], output.nbytes * self.size())
+                    return None if own is None else own.reduce_scatter_list(output, sources, scale)
             case "_reduce_scatter_base", [Tensor() as output, Tensor() as source, ReduceScatterOptions() as options]:
-                if _is_dense(source, output):
-                    exact, scale = self._summing(options.reduceOp, [source], source.nbytes)
-                    return None if exact is None else exact.reduce_scatter(output, source, scale)
+                if _are_dense_on_cpu(source, output):
+                    own, scale = self._sum_runner(options.reduceOp, [source], source.nbytes)
+                    return None if own is None else own.reduce_scatter(output, source, scale)
             case "reduce_scatter_tensor_coalesced", [
                 list() as outputs,
                 list() as sources,
                 ReduceScatterOptions() as given,
             ]:
-                if len(outputs) == len(sources) > 0 and _is_dense(*sources, *outputs):
-                    exact, scale = self._summing(given.reduceOp, sources, sum(source.nbytes for source in sources))
+                if len(outputs) == len(sources) > 0 and _are_dense_on_cpu(*sources, *outputs):
+                    own, scale = self._sum_runner(given.reduceOp, sources, sum(source.nbytes for source in sources))
                     pairs = zip(outputs, sources, strict=True)
-                    return None if exact is None else together([exact.reduce_scatter(*pair, scale) for pair in pairs])
+                    return None if own is None else together([own.reduce_scatter(*pair, scale) for pair in pairs])
         return None
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -316,12 +316,12 @@ class GradwireGroup(DelegatingGroup):
         scale = self._planned.scale(op, tensors)
         if scale is None:
             return None
-        if not self._planned.beats_inner(tensors) and not _library_lacks(op, tensors[0]):
+        if not self._planned.beats_inner(tensors) and not _gloo_lacks(op, tensors[0]):
             return None
         return self.issued(self._planned.all_reduce(tensors, scale))
 
-    def _exact(self, op: str, nbytes: int, root: int = 0) -> NodeCollectives | PlannedCollectives | None:
-        """Returns what runs a collective of CPU tensors.
+    def _runner(self, op: str, nbytes: int, root: int = 0) -> NodeCollectives | PlannedCollectives | None:
+        """Chooses what runs a collective of CPU tensors: gradwire's own collectives, or the inner group.
 
         Args:
             op: `all_gather`, `reduce_scatter` or `broadcast`.
@@ -329,7 +329,8 @@ class GradwireGroup(DelegatingGroup):
             root: Sending rank of a broadcast.
 
         Returns:
-            Collectives through shared memory on one node, or planned ones on several; None for the inner group.
+            `NodeCollectives` (through shared memory) if all ranks are on one node. On several, `PlannedCollectives` if
+            they are expected to be faster than gloo, and None, for the inner group, if not or while coalescing.
         """
         if self._node is not None:
             return self._node
@@ -341,27 +342,27 @@ class GradwireGroup(DelegatingGroup):
             return None
         return self._collectives
 
-    def _summing(
+    def _sum_runner(
         self, op: object, tensors: list[Tensor], nbytes: int
     ) -> tuple[NodeCollectives | PlannedCollectives | None, float]:
-        """Returns what runs a reduce_scatter, and the factor on each contribution with which a plain sum gives `op`.
+        """Chooses what runs a reduce_scatter, and the factor by which a plain sum gives `op` (AVG: 1 / ranks).
 
         Args:
             op: Reduce op.
-            tensors: Tensors of the call that are checked for their dtype.
+            tensors: Tensors of the call whose dtype and device decide whether gradwire can add them.
             nbytes: Bytes of the pieces of all ranks together.
 
         Returns:
-            (collectives or None for the inner group, as for `_exact`; factor).
+            (`NodeCollectives`, `PlannedCollectives`, or None for the inner group; factor on each rank's input).
         """
         scale = None if self._planned is None else self._planned.scale(op, tensors)
         if scale is None:
             return None, 1.0
         if self._node is not None:
             return (self._node if _is_local(*tensors) else None), scale
-        if _library_lacks(op, tensors[0]):
+        if _gloo_lacks(op, tensors[0]):
             return (None if self.inner_launches.coalescing else self._collectives), scale
-        return self._exact(REDUCE_SCATTER, nbytes), scale
+        return self._runner(REDUCE_SCATTER, nbytes), scale
 
     def _matches(self, source: Tensor, outputs: list[Tensor]) -> bool:
         """Returns whether there is one output for each rank, with the shape and dtype of the source."""

@@ -140,7 +140,8 @@ class WatchedWork(dist.Work):
             True.
 
         Raises:
-            RuntimeError: The collective failed, another rank has aborted, or it is not done in time.
+            RuntimeError: The collective failed, or another rank has aborted; UnfinishedError if `timeout` has passed,
+                after which the collective goes on and can be waited for again.
         """
         try:
             self._wait(timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None)
