@@ -14,7 +14,10 @@ class LeftToParent(Protocol):
     """An object with connections to other ranks."""
 
     def leave_to_parent(self) -> None:
-        """Close the child's copies without sending anything. Takes no lock, as this runs in a forked child."""
+        """Closes the child's copies of this object's sockets without sending anything.
+
+        Must take no lock: a thread of the parent may have held it at the fork.
+        """
 
 
 _all: "weakref.WeakSet[LeftToParent]" = weakref.WeakSet()

@@ -236,7 +236,10 @@ class LivenessRing:
             self.thread.join(2 * POLL_SECONDS)
 
     def leave_to_parent(self) -> None:
-        """Close a forked child's copies: else no peer would see the end of the parent while the child lives."""
+        """Closes a forked child's copies of the ring's sockets, without sending anything.
+
+        While the child had them, no neighbour would see the parent's connections end when the parent exits.
+        """
         self._connections.close_in_child()
 
     def poll_closed(self) -> None:

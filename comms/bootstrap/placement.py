@@ -134,11 +134,11 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
         outer = [_number(numbers, info.location[: end + 1]) for end in range(len(info.location))]
         locations.append((*outer, _number(numbers, (*info.location, info.host))))
     # Links on CPUs; for GPUs the first guess, from which NCCL's links are derived.
-    cluster = _with_links(locations, *_assumed(infos))
+    cluster = _with_links(locations, *_default_links(infos))
     if infos[0].device != "cuda":
         return with_node_rates(cluster, _node_rates(infos, cluster))
-    fabric = _common([info.hardware.fabric for info in infos])
-    cluster = _with_links(locations, *_of_gpus(infos, cluster, fabric, config))
+    fabric = _common_fabric([info.hardware.fabric for info in infos])
+    cluster = _with_links(locations, *_gpu_links(infos, cluster, fabric, config))
     nvls_possible = any(info.nvls_possible for info in infos)
     if any(info.hardware.nvlink_domain for info in infos):
         from gradwire.topology.nvlink_domain import joined_by_nvlink
@@ -205,8 +205,15 @@ def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) 
     return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
 
 
-def _assumed(infos: Sequence[PeerInfo]) -> tuple[Link, Link]:
-    """Return the links inside a node and between nodes, with detected or configured rates if known."""
+def _default_links(infos: Sequence[PeerInfo]) -> tuple[Link, Link]:
+    """Returns (link inside a node, link between nodes) of the cost model, with the slowest rank's rates.
+
+    A rate is the configured one or else that of the topology; if any rank's is unknown, the cost model's default stays,
+    and the link is marked `presumed`.
+
+    Args:
+        infos: Infos of all ranks.
+    """
     inside = _slowest([info.hardware.intra_node for info in infos])
     outwards = _slowest([info.nic_bytes_per_second for info in infos]) or _slowest(
         [info.hardware.inter_node for info in infos]
@@ -217,10 +224,17 @@ def _assumed(infos: Sequence[PeerInfo]) -> tuple[Link, Link]:
     )
 
 
-def _of_gpus(
+def _gpu_links(
     infos: Sequence[PeerInfo], cluster: Cluster, fabric: GpuFabric | None, config: Config
 ) -> tuple[Link, Link]:
-    """Return the links as NCCL uses them: its latencies, and the NICs that the ranks of the smallest node drive."""
+    """Returns (link inside a node, link between nodes) as NCCL uses them: with its latencies and its number of NICs.
+
+    Args:
+        infos: Infos of all ranks.
+        cluster: Cluster with the links of `_default_links`.
+        fabric: GPU fabric that all ranks have; None if unknown, which takes PCIe and TCP.
+        config: The user's settings; a rate in them is not scaled by the share of NICs that ranks drive.
+    """
     # Imported here: ranks on CPUs do not need them.
     from gradwire.topology.bandwidth import ALPHA_SECONDS
     from gradwire.topology.fabric import CHANNELS_PER_NIC, NETWORK_SECONDS, sender_nics
@@ -246,7 +260,16 @@ def _of_gpus(
 
 
 def _driven_nics(infos: Sequence[PeerInfo], node: Sequence[int]) -> tuple[int | None, float]:
-    """Return the NICs that the ranks of a node drive (None if unknown), and their share of the machine's NICs."""
+    """Returns (number of NICs that the ranks of a node drive, its share of the machine's NICs).
+
+    Args:
+        infos: Infos of all ranks.
+        node: Ranks of the node.
+
+    Returns:
+        (None, 1.0) if the machine's number of NICs is unknown; all NICs if it is not known which one a rank is nearest
+        to.
+    """
     ranks = [infos[rank].hardware for rank in node]
     every = min((each.nics for each in ranks if each.nics is not None), default=None)
     if every is None:
@@ -257,8 +280,16 @@ def _driven_nics(infos: Sequence[PeerInfo], node: Sequence[int]) -> tuple[int | 
     return len(own), len(own) / every
 
 
-def _common(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:
-    """Return a fabric with the features that all nodes have and the slowest of their networks; None if unknown."""
+def _common_fabric(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:
+    """Returns the fabric by which NCCL is priced on nodes of different kinds: what all have, with the lowest rates.
+
+    Args:
+        fabrics: GPU fabric of each rank; None if it is unknown.
+
+    Returns:
+        Fabric with the features that all ranks have, and the network of the highest latency; None if the fabric of
+        any rank is unknown.
+    """
     known = [fabric for fabric in fabrics if fabric is not None]
     if len(known) < len(fabrics):
         return None
@@ -282,5 +313,5 @@ def _slowest(rates: Sequence[float | None]) -> float | None:
 
 
 def _number(numbers: dict[tuple[object, ...], int], name: tuple[object, ...]) -> int:
-    """Return the number of a name: the next free one for a new name, which is added to `numbers`."""
+    """Returns the number of a name; a new name gets the next free number, and is added to `numbers` in place."""
     return numbers.setdefault(name, len(numbers))

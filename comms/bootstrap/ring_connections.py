@@ -133,7 +133,11 @@ class MemberRecords:
         self._store.set(f"alive/{self._rank}", json.dumps([*astuple(address), token.hex()]))
 
     def publish_shutdown(self, launches: int) -> None:
-        """Record that this rank shuts down in order, for ranks that connect later."""
+        """Records in the store that this rank shuts down in order, for ranks that connect later.
+
+        Args:
+            launches: Number of launches that this rank has started.
+        """
         try:
             self._store.set(f"left/{self._rank}", str(launches))
         except RuntimeError as error:
@@ -157,10 +161,11 @@ class MemberRecords:
         return _record(self._store.get(f"alive/{rank}"))
 
     def has_left(self, rank: int) -> bool:
-        """Return whether a rank has recorded its shutdown, and if so add it to `left`.
+        """Returns whether a rank has recorded that it shut down in order; if so, adds it and its launches to `left`.
 
         Raises:
             RuntimeError: The store is unreachable.
+            MessageError: The recorded number of launches is malformed.
         """
         if not self._store.check([f"left/{rank}"]):
             return False
@@ -267,12 +272,20 @@ class RingConnections:
             self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close all sockets in a forked child, without the lock: the parent may have held it, and no thread sends."""
+        """Closes this process's copies of all sockets without taking the lock, for a forked child.
+
+        The parent may have held the lock at the fork, and the child has no thread that sends. The parent's connections
+        stay open.
+        """
         for each in (*self.peers, self.listener, self._woken, self._waker):
             each.close()
 
     def accept(self, most: int = MOST_ACCEPTED) -> None:
-        """Accept queued connections in their order."""
+        """Accepts queued connections in their order.
+
+        Args:
+            most: Number of connections, at most.
+        """
         for _ in range(most):
             if (accepted := accept(self.listener)) is None:
                 return
@@ -287,7 +300,12 @@ class RingConnections:
         self.selector.register(connection, selectors.EVENT_WRITE if peer.connecting else selectors.EVENT_READ)
 
     def finish_connecting(self, connection: socket.socket, peer: PeerConnection) -> None:
-        """Send the hello over a connection whose attempt has ended; close it if it was refused."""
+        """Sends the first message over a connection that TCP has made; closes the socket if the attempt failed.
+
+        Args:
+            connection: Socket of the attempt, writable because the attempt has ended.
+            peer: State of the connection; its `connecting` becomes False.
+        """
         assert self.selector is not None
         try:
             if number := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -341,7 +359,15 @@ class RingConnections:
         return True
 
     def reply_to(self, peer: PeerConnection) -> bytes | None:
-        """Take a complete hello and return the reply, or None if the claimed rank may not connect."""
+        """Takes the connecting end's first message from `peer.received`, and returns the reply.
+
+        Args:
+            peer: State of an accepted connection; `hello`, `received` and `reply` are set.
+
+        Returns:
+            Greeting, nonce and proof; None if the rank that the message claims is out of range, this one, or connected
+            already.
+        """
         peer.hello, peer.received = peer.received[:HELLO_NBYTES], peer.received[HELLO_NBYTES:]
         rank = _claimed(peer)
         if not rank < self._size or rank == self._rank or self._has(rank):
@@ -371,26 +397,29 @@ class RingConnections:
 
 
 class Neighbour:
-    """A rank that this one connects to.
+    """Holds the state of this rank's attempts to connect to another rank of the liveness ring.
 
     Args:
-        rank: Number of the rank.
+        rank: The other rank.
 
     Attributes:
-        rank: Number of the rank.
-        addresses: (address, port, secret) that have not been tried yet; None until the rank has published them.
-        tried: Addresses that were tried, as text for messages.
-        reached: Whether it has answered, or no further attempt is made.
-        answered: Whether it has proved who it is.
-        checks: (monotonic seconds, whether it is the last) of each check whether the rank joins.
-        may_be_unreached: Whether a rank that has joined and is unreachable is left to timeouts, and not reported.
+        rank: The other rank.
+        addresses: (IP address, port, secret) of each address not tried yet; None until the rank's record was read.
+        tried: Port and all addresses of the record, as text for messages.
+        settled: Whether no further attempt is made: the rank has proved who it is, all its addresses have failed, or
+            its record cannot be read.
+        answered: Whether the rank has proved who it is.
+        checks: (monotonic seconds at which it is due, whether it is the last) of each check still to come whether the
+            rank has joined the ring.
+        may_be_unreached: Whether the last check passes if the rank has joined and is unreachable: its failure then
+            shows to other ranks or by timeouts.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.addresses: deque[tuple[str, int, bytes]] | None = None
         self.tried = ""
-        self.reached = False
+        self.settled = False
         self.answered = False
         self.checks: deque[tuple[float, bool]] = deque()
         self.may_be_unreached = False
@@ -438,17 +467,21 @@ class Dialer:
     @property
     def pause_seconds(self) -> float:
         """Seconds until there is something to do."""
-        has_all = all(each.addresses is not None or each.reached for each in self._neighbours)
+        has_all = all(each.addresses is not None or each.settled for each in self._neighbours)
         seconds, now = self._poll_seconds if has_all else self._nap_seconds, time.monotonic()
         due = [checks[0][0] for checks in [self.next.checks] if checks]
         due += [each.since + CONNECT_SECONDS for each in self._connections.peers.values() if each.connecting]
         return max(0.0, min([seconds, *(moment - now for moment in due)]))
 
     def answered(self, rank: int) -> None:
-        """Record that a neighbour has proved who it is."""
+        """Records that a rank has proved who it is, so that no further address of it is tried.
+
+        Args:
+            rank: The rank; nothing happens if this rank does not connect to it.
+        """
         for each in self._neighbours:
             each.answered = each.answered or each.rank == rank
-            each.reached = each.reached or each.answered
+            each.settled = each.settled or each.answered
 
     def advance(self) -> None:
         """Start or give up connection attempts, as far as that is possible without waiting for a neighbour.
@@ -457,7 +490,7 @@ class Dialer:
             PeerError: The process of a neighbour exited before it was reached.
         """
         for neighbour in self._neighbours:
-            if not neighbour.reached and (neighbour.addresses is not None or self._find(neighbour)):
+            if not neighbour.settled and (neighbour.addresses is not None or self._find(neighbour)):
                 self._dial(neighbour)
 
     def _dial(self, neighbour: Neighbour) -> None:
@@ -480,7 +513,7 @@ class Dialer:
             self._connections.add(made, peer)
             return
         # All addresses have failed. A rank that shuts down in order says so in the store before it closes its port.
-        neighbour.reached = True
+        neighbour.settled = True
         try:
             has_ended = self._records.state_of(neighbour.rank) == ENDED
             if self._records.has_left(neighbour.rank):
@@ -531,7 +564,7 @@ class Dialer:
         except (RuntimeError, MessageError) as error:
             # The store's process has exited, or the neighbour's failure will show to its other neighbour.
             log.debug("the address of rank %d cannot be read from the store: %s", neighbour.rank, error)
-            neighbour.reached, neighbour.addresses = True, deque()
+            neighbour.settled, neighbour.addresses = True, deque()
             return False
         neighbour.addresses = deque((each, address.port, token) for each in address.to_try())
         neighbour.tried = f"port {address.port} of {', '.join(address.addresses)}"

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class StoreUnreachableError(RuntimeError):
-    """Raised if the store has not answered in time, or its connection is broken."""
+    """Raised if the store has not answered a request in time, or the connection to it is broken."""
 
 
 class PollingStore(Store):
@@ -99,10 +99,10 @@ class PollingStore(Store):
         return PollingStore(PrefixStore(prefix, self._store), timedelta(seconds=self._seconds), ranks=self._ranks)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key.
+        """Sets a key.
 
         Raises:
-            StoreUnreachableError: The store did not answer; so every method here.
+            StoreUnreachableError: The store did not answer in time; every method that makes a request raises this.
         """
         # torch's stub lacks bytes.
         self._ask(f"set {key}", lambda: self._store.set(key, value))  # type: ignore[arg-type]
@@ -121,7 +121,11 @@ class PollingStore(Store):
         return self._ask(f"get {key}", lambda: self._store.get(key))
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter and return the sum."""
+        """Adds `value` to the counter under `key`, in one step for all clients, and returns the sum.
+
+        Raises:
+            StoreUnreachableError: The store did not answer in time.
+        """
         return self._ask(f"add {key}", lambda: self._store.add(key, value))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:

@@ -178,7 +178,7 @@ def test_a_rank_that_came_late_and_ended_before_it_was_reached_is_missed(
     if left:
         store.set("left/1", "0")
     store.set("alive/1", json.dumps([port, ["127.0.0.1"], kernel.own_kernel(), "00" * 16]))
-    until(lambda: alone._dialer.next.reached)
+    until(lambda: alone._dialer.next.settled)
     assert heard.told.wait(0.5 if left else SECONDS) != left
     if not left:
         assert isinstance(heard.error, PeerFailureError) and heard.error.missing == (1,)
