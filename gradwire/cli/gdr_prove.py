@@ -18,19 +18,20 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> float:
-    """Measure the bus bandwidth of an all-reduce among all ranks, in Gb/s, as nccl-tests defines it.
+    """Measures the bus bandwidth of an all-reduce among all ranks of the job, in Gbit/s; every rank calls it.
 
-    Keys in the store are prefixed with the label, so that several runs can share torchrun's store.
+    Makes the default process group for it, and destroys it at the end. The fastest of `_REPEATS` all-reduces counts,
+    after one that is not timed.
 
     Args:
-        label: Name of the run, the same on every rank.
+        label: Name of the run, the same on every rank; prefix of its keys, so that runs can share torchrun's store.
         backend: `nccl`, or `gloo` if there is no GPU.
-        nbytes: Size of the tensor in bytes.
+        nbytes: Size of the float32 tensor in bytes.
 
     Raises:
         RuntimeError: The sum is wrong.
 
-    Source: nccl-tests doc/PERFORMANCE.md (bus bandwidth is 2(n-1)/n of the algorithm's).
+    Source: nccl-tests doc/PERFORMANCE.md (bus bandwidth = nbytes / seconds * 2(n-1)/n for n ranks).
     """
     store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
     device = torch.device("cpu")

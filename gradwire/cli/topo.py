@@ -128,7 +128,14 @@ class RankMachine:
 
 
 def show_job(reports: list[RankMachine]) -> int:
-    """Print each kind of machine once, the ranks of each node, and problems; return 1 if there are any."""
+    """Prints the ranks and NICs of each node, each kind of machine once, and what is wrong with the ranks' places.
+
+    Args:
+        reports: What each rank has sent, in rank order.
+
+    Returns:
+        Exit status: 1 if nodes differ or ranks are badly placed, else 0.
+    """
     console = CleanConsole(file=sys.stdout, emoji=False)
     hosts = list(dict.fromkeys(report.host for report in reports))
     machines = [json_form.read(next(report.machine for report in reports if report.host == host)) for host in hosts]
