@@ -211,28 +211,34 @@ def refuse_odd_numbers(state: Mapping[str, StateValue]) -> None:
 
 
 def without_job(saved: Checkpoint) -> list[StateDict]:
-    """Returns the state dict of each rank in a checkpoint, without the job's entry."""
+    """Returns the state dict of each rank whose part is in a checkpoint.
+
+    The entry that is equal on all ranks, `JOB` (number of ranks, whether residuals are pending, format), is left out.
+    """
     return [dict(part) for key, part in saved.items() if key != JOB]
 
 
 def _has_checksums(entry: Entry) -> bool:
-    """Returns whether an entry lists its values in the way of format 3."""
+    """Returns whether a rank's entry lists its values with checksums, as format 3 does; formats 1 and 2 do not."""
     return not str(dict(entry).get(ENTRIES, "{")).startswith("{")  # format 2 has an object there
 
 
-_Stated = Mapping[str, tuple[Count | None, Count | None]]
+_ListedValues = Mapping[str, tuple[Count | None, Count | None]]
 """Key of a value -> (number of elements, None if it is no tensor; checksum, None in format 2)."""
-_STATED: MessageType[tuple[str, _Stated]] = MessageType(tuple[str, _Stated], most_nbytes=1 << 28)
-_STATED_IN_2: MessageType[Mapping[str, Count | None]] = MessageType(Mapping[str, Count | None], most_nbytes=1 << 28)
+_LIST: MessageType[tuple[str, _ListedValues]] = MessageType(tuple[str, _ListedValues], most_nbytes=1 << 28)
+_LIST_IN_2: MessageType[Mapping[str, Count | None]] = MessageType(Mapping[str, Count | None], most_nbytes=1 << 28)
 
 
-def _stated(key: str, said: object, number: int) -> _Stated:
-    """Parses the list of the values that a rank's entry was saved with.
+def _listed_values(key: str, said: object, number: int) -> _ListedValues:
+    """Parses the list of the values that a rank's entry was saved with: their keys, sizes and checksums.
 
     Args:
         key: Key of the rank's entry in the checkpoint.
-        said: Value under `ENTRIES` in it.
+        said: Value under `ENTRIES` in the entry; text if the checkpoint is whole.
         number: Version of the checkpoint's format, 2 or 3.
+
+    Returns:
+        Key of each value -> (number of elements, None if it is no tensor; CRC-32, None in format 2).
 
     Raises:
         MessageError: There is no such list, it is damaged, or it is of another rank.
@@ -240,11 +246,11 @@ def _stated(key: str, said: object, number: int) -> _Stated:
     if not isinstance(said, str):
         raise MessageError("a rank's part does not list its entries")
     if number == 2:
-        return {name: (numel, None) for name, numel in _STATED_IN_2.read(said).items()}
+        return {name: (numel, None) for name, numel in _LIST_IN_2.read(said).items()}
     crc, _, text = said.partition(" ")
     if crc != f"{_crc(text):08x}":
         raise MessageError("a rank's list of its entries has another checksum")
-    of, found = _STATED.read(text)
+    of, found = _LIST.read(text)
     if of != key:
         raise MessageError("a rank's list of its entries is of another rank")
     return found
@@ -264,7 +270,7 @@ def _check_complete(key: str, entry: Mapping[str, StateValue], number: int) -> N
             CRC-32 is not that in the list.
     """
     try:
-        wanted = _stated(key, entry.get(ENTRIES), number)
+        wanted = _listed_values(key, entry.get(ENTRIES), number)
     except MessageError as error:
         raise ValueError(
             f"`state[{key!r}]` does not state its entries as it was saved with ({error}): it is damaged; {INSTEAD}"
@@ -533,7 +539,11 @@ def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -
 
 
 def _entry(value: object) -> Entry:
-    """Returns an entry of a loaded checkpoint in plain tuples; raises ValueError if it has no (key, value) pairs."""
+    """Returns an entry of a loaded checkpoint as a tuple of (key, value) tuples, of which a serializer may make lists.
+
+    Raises:
+        ValueError: It does not consist of such pairs.
+    """
     if not isinstance(value, Sequence) or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in value):
         raise ValueError(NOT_OURS)
     return tuple((str(key), each) for key, each in value)

@@ -247,11 +247,18 @@ class Communicator:
 
     @property
     def ended(self) -> FindExited | None:
-        """Finds ranks that have exited or left; None after elastic ranks changed, whose rings find them."""
+        """Function that takes ranks and returns those that have exited or left this communicator.
+
+        None after the ranks of an elastic job have changed: their liveness rings find such ranks.
+        """
         return self._groups.ended
 
     def peer_wait(self) -> PeerWait:
-        """Returns a `PeerWait` for operations that report no failures themselves, such as making gloo groups."""
+        """Returns a new check for failed ranks of this communicator, to be polled during a blocking wait.
+
+        It is for operations that report no failures to the other ranks themselves, such as making gloo groups. When it
+        finds a rank that has exited, it makes the other ranks abort with the reason, even without the store.
+        """
         found = self._groups.peer_wait(range(self.size))
         found.notify = partial(self._reporter.signal_abort, directly=True)
         return found
@@ -376,7 +383,7 @@ class Communicator:
             as_dense: Whether rows are sent between nodes as a dense tensor; "auto" if that takes fewer bytes.
 
         Raises:
-            TypeError: It has another layout, or other numbers.
+            TypeError: The tensor has another layout, or is not floating-point.
         """
         from gradwire.comms.run.sparse import BETWEEN, LANES, Sharing, check_sparse, sum_sparse
 
@@ -408,11 +415,15 @@ class Communicator:
         self.executor.sync_current_stream()
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
-        """Runs a given plan on a tensor, for measurements.
+        """Runs a given plan on a tensor, for measurements, and returns at once.
 
         Args:
-            flat: 1-D, contiguous, on this communicator's device; its content afterwards depends on the plan.
+            flat: 1-D, contiguous, on this communicator's device; overwritten with what the plan makes of it, which is
+                not always the sum.
             plan: Plan, the same on all ranks.
+
+        Returns:
+            Future whose value is `flat`.
         """
         _check(flat, 1.0, self.device)
         bucket = Bucket.of(flat)
@@ -544,7 +555,10 @@ class Communicator:
         self._groups.disconnect()
 
     def leave_to_parent(self) -> None:
-        """Keeps a forked child's copy to the end: destructors of gloo would wait for threads that the parent has."""
+        """Keeps a forked child's copy of this object alive until the child exits, so that no destructor runs.
+
+        Those of gloo would wait for threads, which only the parent has.
+        """
         _of_parent.append(self)
 
     def close(self, seconds: float | None = None) -> None:
@@ -620,7 +634,14 @@ def _check(flat: Tensor, scale: float, device: torch.device) -> None:
 
 
 def _peer_table(peer_infos: PeerInfos, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
-    """Makes the table of the ranks' probe addresses, with the ranks of this rank's node and its own probe server."""
+    """Makes the table by which this rank asks other ranks' probe servers whether their processes live.
+
+    Args:
+        peer_infos: Facts that each rank has published, among them the address of its probe server.
+        cluster: Placement of the ranks; those on this rank's node are probed first.
+        rank: This rank.
+        server: Probe server of this process.
+    """
     addresses = {each.rank: address for each in peer_infos if (address := each.address) is not None}
     node = next(node for node in cluster.nodes if rank in node)
     return PeerTable(peer_infos.generation, rank, addresses, node, server)

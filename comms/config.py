@@ -408,7 +408,7 @@ class Watching:
 
     @property
     def trace_steps(self) -> int:
-        """Number of steps in the timeline."""
+        """Number of steps in the timeline: that of `trace=(file, steps)`, else `TRACE_STEPS`."""
         return self.trace[1] if isinstance(self.trace, tuple) else TRACE_STEPS
 
 
@@ -727,7 +727,12 @@ def _check_rate(value: object) -> None:
 
 
 def _reader(kind: Callable[[str], object], wanted: str) -> Callable[[str], object]:
-    """Makes a parser of a variable from a conversion, whose failure it reports as `wanted`."""
+    """Makes a parser of a variable, which raises ValueError(`wanted`) if the text cannot be converted.
+
+    Args:
+        kind: Converts the text; raises ValueError or OverflowError if it cannot.
+        wanted: What the variable may be.
+    """
 
     def read(text: str) -> object:
         try:
@@ -744,7 +749,7 @@ _seconds = _reader(lambda text: timedelta(seconds=float(text)), "a number of sec
 
 
 def _switch(text: str) -> bool:
-    """Parses a switch."""
+    """Parses a switch: `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`, in any case; else raises ValueError."""
     if text.lower() in ON:
         return True
     if text.lower() in OFF:
@@ -753,7 +758,7 @@ def _switch(text: str) -> bool:
 
 
 def _rate(text: str) -> str | float | None:
-    """Parses a number of bytes per second, a word of `RATES`, or `auto` as None."""
+    """Parses GRADWIRE_NIC_BYTES_PER_SECOND: a number, a word of `RATES`, or `auto`, which is None."""
     if (word := text.lower()) in ("auto", *RATES):
         return None if word == "auto" else word
     return _reader(float, f"a number of bytes per second, {', '.join(RATES)} or auto")(text)  # type: ignore[return-value]
@@ -768,23 +773,31 @@ def _number_or_word(text: str) -> str | float:
 
 
 def _group(wanted: str) -> Callable[[str], object]:
-    """Makes a parser of a word, or of a JSON object with the fields of an `OptionGroup`; the error says `wanted`."""
+    """Makes a parser of a variable that is a word, or a JSON object with the fields of an `OptionGroup`.
+
+    Args:
+        wanted: What the variable may be, for the ValueError about malformed JSON.
+    """
     return lambda text: _json(text, wanted) if "{" in text else text
 
 
 def _switch_or_address(text: str) -> bool | str:
-    """Parses a switch; returns a text with a colon, HOST:PORT, as it is."""
+    """Parses GRADWIRE_ELASTIC: a switch; a text with a colon, HOST:PORT, is returned as it is."""
     return text if ":" in text else _switch(text)
 
 
 def _trace(text: str) -> "str | tuple[str, int] | None":
-    """Parses FILE:STEPS into (file, steps); returns any other text as it is, an empty one as None."""
+    """Parses GRADWIRE_TRACE: FILE:STEPS as (file, steps), an empty text as None; returns any other text as it is."""
     file, _, steps = text.rpartition(":")
     return (file, int(steps)) if file and steps.isascii() and steps.isdecimal() else text or None
 
 
 def _compressor_options(text: str) -> dict[str, object]:
-    """Parses a JSON object of a compressor's options; its arrays become tuples."""
+    """Parses GRADWIRE_COMPRESSOR_OPTIONS: a JSON object, option -> value; its arrays become tuples.
+
+    Raises:
+        ValueError: It is no JSON object; the message says what was wanted.
+    """
     wanted = 'a JSON object such as {"rank": 2}'
     found = _json(text, wanted)
     if not isinstance(found, dict):
@@ -793,7 +806,11 @@ def _compressor_options(text: str) -> dict[str, object]:
 
 
 def _rules(text: str) -> tuple[dict[str, object], ...]:
-    """Parses a JSON array of rules, each an object."""
+    """Parses GRADWIRE_RULES: a JSON array of objects, each with the fields of a `gradwire.compressors.rules.Rule`.
+
+    Raises:
+        ValueError: It is no such array; the message says what was wanted. Names of fields are not checked here.
+    """
     wanted = 'a JSON list of objects such as [{"pattern": "head.*"}]'
     found = _json(text, wanted)
     if not isinstance(found, list) or not all(isinstance(rule, dict) for rule in found):
@@ -802,7 +819,12 @@ def _rules(text: str) -> tuple[dict[str, object], ...]:
 
 
 def _json(text: str, wanted: str) -> object:
-    """Parses JSON; the error says what was wanted."""
+    """Parses JSON; raises ValueError if the text is none.
+
+    Args:
+        text: Text of a variable.
+        wanted: Beginning of the error message: what the variable may be.
+    """
     try:
         return json.loads(text)
     except ValueError as error:

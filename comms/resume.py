@@ -66,14 +66,17 @@ def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
 
 
 class Resume:
-    """Groups the buckets of one step into the all-reduces of the saved step; later buckets go to `fusion`.
+    """Groups the buckets of the first step after a load into the all-reduces of the saved step.
+
+    It is in the place of `fusion` from the load on, and passes on to it the buckets without a layout, all that arrive
+    after the saved all-reduces were returned, and the ends of steps.
 
     Args:
-        rows: Saved all-reduces, in the encoding of `to_rows`.
-        fusion: Grouping of all other steps; ends its step with this one.
+        rows: All-reduces of the saved step, in the encoding of `to_rows`.
+        fusion: Grouping of the buckets of all other steps.
 
     Attributes:
-        rows: Saved all-reduces, in the encoding of `to_rows`.
+        rows: All-reduces of the saved step, in the encoding of `to_rows`.
     """
 
     def __init__(self, rows: Tensor, fusion: Fusion) -> None:
@@ -83,7 +86,14 @@ class Resume:
         self._done = False
 
     def add(self, bucket: Bucket) -> list[AllReduce]:
-        """Adds a bucket; returns all all-reduces once as many elements have arrived as the saved step had."""
+        """Adds a bucket; returns the all-reduces that can start, which are all at once.
+
+        Args:
+            bucket: Bucket whose gradients are ready.
+
+        Returns:
+            Empty until as many elements have arrived as the saved step had, then all its all-reduces.
+        """
         if self._done or bucket.layout is None:
             return self._fusion.add(bucket)
         self._buckets.append(bucket)
