@@ -74,8 +74,9 @@ OnFailure = Callable[[Exception], None]
 class Heartbeat:
     """Sends heartbeats to the neighbours, and reports a neighbour that sends none: its process may be stopped.
 
-    A thread of its own sends them, so that they go on while the ring's thread waits for the store. If that thread was
-    held up, the whole process was, or its machine. The neighbours may have been, too, and their time starts again.
+    A thread of its own sends them, so that they go on while the ring's thread waits for the store. If that thread wakes
+    more than one heartbeat late, this process or its machine was stopped, and the neighbours perhaps with it: the
+    silence of each is then counted from now on.
 
     Thread safety: `end` may be called from any thread, all other methods from the ring's thread.
 
@@ -83,7 +84,8 @@ class Heartbeat:
         rank: This rank.
         connections: Connections of this rank.
         seconds: Seconds between two heartbeats.
-        waited: Returns for how many seconds this rank has been waiting for others.
+        waited: Returns for how many seconds this rank has been waiting for others; a silent neighbour is reported only
+            while it waits.
     """
 
     def __init__(self, rank: int, connections: RingConnections, seconds: float, waited: Callable[[], float]) -> None:
@@ -107,7 +109,10 @@ class Heartbeat:
         self._ended.set()
 
     def raise_if_silent(self) -> None:
-        """Raise `PeerError` for a neighbour that sends nothing while this rank waits for others."""
+        """Raises `PeerError` for a neighbour that has been silent too long while this rank waits for others.
+
+        Both silence and wait must exceed `FROZEN_SECONDS` and three heartbeats.
+        """
         waited, patience = self._waited(), max(FROZEN_SECONDS, 3 * self._seconds)
         for peer in self._connections.peers.values():
             silent = time.monotonic() - max(peer.last, self._resumed)
@@ -305,7 +310,11 @@ class LivenessRing:
                 self._connections.close()
 
     def _listen(self, selector: selectors.BaseSelector, seconds: float) -> None:
-        """Handle what has arrived, waiting for it at most `seconds`.
+        """Reads, completes and accepts connections that are ready, and closes those that never identified themselves.
+
+        Args:
+            selector: Watches the ring's sockets.
+            seconds: Longest wait for one to be ready.
 
         Raises:
             PeerError: A rank has failed.

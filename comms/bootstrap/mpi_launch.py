@@ -68,7 +68,9 @@ def load_mpi() -> ModuleType:
 
 
 def find_place() -> MpiPlace:
-    """Determine ranks, nodes and the store's address with all ranks of MPI.COMM_WORLD. Collective.
+    """Finds this process's place in the MPI job, and an address for the store. Every rank of MPI.COMM_WORLD calls it.
+
+    Rank 0 reserves the store's port until `open_store`.
 
     Raises:
         RuntimeError: mpi4py is not installed.
@@ -84,11 +86,17 @@ def find_place() -> MpiPlace:
 
 
 def init_mpi_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> MpiPlace:
-    """Call `torch.distributed.init_process_group` with the ranks and the store from MPI. Collective.
+    """Calls `torch.distributed.init_process_group` with ranks from MPI and a TCPStore on rank 0.
+
+    Collective: every rank of MPI.COMM_WORLD calls it.
 
     Args:
         backend: Backend, as for `init_process_group`.
         timeout: Timeout of the store and the group.
+
+    Returns:
+        Rank, number of ranks, and the same two among the ranks of this node, by which a script chooses its GPU; and
+        the address and port of the store.
 
     Raises:
         RuntimeError: mpi4py is not installed, or a rank did not join.
@@ -137,7 +145,9 @@ _holders: dict[int, socket.socket] = {}
 
 
 def _hold_port() -> int:
-    """Reserve a TCP port of this host until the store listens on it.
+    """Reserves a free TCP port of this host, and returns its number.
+
+    A socket in `_holders` is bound to it, and does not listen; `open_store` closes it when the store listens there.
 
     Source: socket(7): with SO_REUSEADDR, as torch's TCPStore sets it, two sockets may be bound to a port as long as
     none of them listens; ip(7): the kernel assigns a bound port to no other socket.

@@ -107,7 +107,7 @@ class PendingConnections:
         Raises:
             OSError: The listener is closed.
         """
-        seconds = min(seconds, self._accept_or_wait() or seconds)
+        seconds = min(seconds, self._watch_if_room() or seconds)
         ready = [key.fileobj for key, _ in self._selector.select(seconds)]
         # Read before accepting: a client that has identified itself must not be closed as surplus.
         readable = [each for each in ready if isinstance(each, socket.socket) and each is not self._listener]
@@ -129,8 +129,13 @@ class PendingConnections:
             each.close()
         self._selector.close()
 
-    def _accept_or_wait(self) -> float:
-        """Watch the listener only while there is room; return the seconds until there will be, 0 if there is."""
+    def _watch_if_room(self) -> float:
+        """Makes the selector watch the listener if another connection can be pending, and not if `MOST_PENDING` are.
+
+        Returns:
+            Seconds until the oldest pending connection has had its `LEAST_SECONDS` and may be closed for a new one; 0
+            if the listener is watched.
+        """
         seconds = 0.0
         if len(self._received) >= MOST_PENDING:
             oldest, _ = next(iter(self._received.values()))

@@ -160,7 +160,16 @@ class BackgroundThread(threading.Thread):
 
 
 def in_thread(call: Callable[[], Result], name: str, *, awaited: bool = True) -> "SimpleQueue[Result | BaseException]":
-    """Call a function that may never return in a thread; the queue receives its result or exception (`outcome_of`)."""
+    """Calls a function that may never return in a thread of its own, and returns at once.
+
+    Args:
+        call: The function.
+        name: Name of the thread.
+        awaited: Whether the thread is joined at exit; see `BackgroundThread`.
+
+    Returns:
+        Queue that receives one value: the function's result, or its exception, which `outcome_of` raises.
+    """
     outcome: SimpleQueue[Result | BaseException] = SimpleQueue()
     BackgroundThread(name, lambda: outcome.put(call()), without=None, on_failure=outcome.put, awaited=awaited).start()
     return outcome
@@ -169,7 +178,7 @@ def in_thread(call: Callable[[], Result], name: str, *, awaited: bool = True) ->
 def call_each(
     call: Callable[[Argument], Result], arguments: Iterable[Argument], name: str, *, awaited: bool = True
 ) -> list[Result]:
-    """Call a function with each argument in parallel, in a thread each, and return the results in the same order.
+    """Calls a function with each argument in parallel, in a thread each, and returns the results in the same order.
 
     Unlike an executor of `concurrent.futures` it also works at exit: those take no calls once the main thread has
     ended, although finalizers run after that.
@@ -181,7 +190,8 @@ def call_each(
         awaited: Join the threads at exit; see `BackgroundThread`.
 
     Raises:
-        BaseException: Exception of the first call that failed, after all have ended.
+        BaseException: A call failed; raised after all have ended. If several did, the first one in the order of
+            `arguments`.
     """
     outcomes = [in_thread(partial(call, each), name, awaited=awaited) for each in arguments]
     found = [each.get() for each in outcomes]
@@ -189,7 +199,7 @@ def call_each(
 
 
 def outcome_of(found: Result | BaseException) -> Result:
-    """Return the result from `in_thread`, or raise it if it is an exception."""
+    """Returns the value from the queue of `in_thread`, or raises it if it is an exception."""
     if not isinstance(found, BaseException):
         return found
     try:
