@@ -172,7 +172,18 @@ def _report(host: Host, options: argparse.Namespace, *, prints: bool) -> int:
 
 
 def _compare(paths: list[Path], as_json: bool) -> int:
-    """Name the host that differs from the others; return 0 if all agree, 2 if one differs, 3 for a single host."""
+    """Prints in what the results of several hosts differ, for `--compare`.
+
+    Args:
+        paths: Files with the output of `gradwire gdr-check --json`, one for each host, named after it.
+        as_json: Whether to print JSON instead of lines.
+
+    Returns:
+        Exit status: 0 if all hosts agree, 2 if any differs, 3 for a single host.
+
+    Raises:
+        SourceError: A file cannot be read, or holds something else.
+    """
     results: list[dict[str, object]] = []
     for path in paths:
         try:

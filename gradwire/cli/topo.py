@@ -178,7 +178,17 @@ def _kind(machine: Machine) -> Machine:
 
 
 def _doubts(machine: Machine, reports: list[RankMachine], ranks: list[int]) -> dict[str, list[int]]:
-    """Return reason -> ranks whose GPUs are unknown, or are fewer than their variables name."""
+    """Finds the ranks of which it is unknown which GPUs they see, or whose variables name GPUs that they do not see.
+
+    Args:
+        machine: The node's machine.
+        reports: What each rank of the job has sent, in rank order; its variables are those such as
+            CUDA_VISIBLE_DEVICES.
+        ranks: Ranks of the node.
+
+    Returns:
+        Reason, in words -> its ranks.
+    """
     found: dict[str, list[int]] = {}
     for rank in ranks:
         if why := visible_gpus(machine, reports[rank].visible).why:
