@@ -386,7 +386,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         connection.listeners.step_began(self.steps)
 
     def _last_bucket_arrived(self, connection: GradientSession) -> None:
-        """Sends all deferred all-reduces after the last bucket: DDP may wait for them before it returns to autograd."""
+        """Starts the deferred all-reduces, for which DDP may wait; ends the step if no callback of autograd will."""
         ends = self._backward.last_bucket_arrived()
         self._send_rest(connection)
         connection.listeners.last_bucket_sent(connection.communicator)
@@ -394,7 +394,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._end_step()
 
     def _backward_ended(self) -> None:
-        """Ends the step at the end of a backward pass, or lets `_ddp_ended` do so later; autograd calls it."""
+        """Ends the step, or leaves that to `_ddp_ended`, in autograd's callback at the end of its backward pass."""
         if not self._backward.backward_ended(inside=is_at_node()):
             return
         # DDP has queued its own callback by now, so a callback that is queued here runs after DDP's.
@@ -403,7 +403,10 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._end_step()
 
     def _ddp_ended(self) -> None:
-        """Ends the step when DDP has copied the averages into its gradients, or ignored them; autograd calls it."""
+        """Ends the step in a callback of autograd behind DDP's own, which copies averages into the gradients.
+
+        DDP leaves the gradients of parameters that no rank has used as they were.
+        """
         self._connected("backward()").listeners.ddp_ended()
         self._end_step()
 

@@ -91,12 +91,13 @@ class Lanes:
         self._closed = False
 
     def submit(self, job: LaneJob) -> None:
-        """Puts a new job in front of its first lane.
+        """Queues a new job for its first lane, and keeps a place for it in every lane of `job.visits`.
 
-        Invariant: all ranks submit the same jobs in the same order.
+        A lane serves these jobs in the order of submission, whichever arrives there first. Invariant: all ranks submit
+        the same jobs in the same order.
 
         Args:
-            job: The job.
+            job: The job, whose `lane` is its first one.
 
         Raises:
             RuntimeError: The lanes are closed.

@@ -126,7 +126,7 @@ class StepListener:
 
     @property
     def ends_after_ddp(self) -> bool:
-        """Whether a step ends only after DDP has finished its own part of the backward pass; see `ddp_ended`."""
+        """Whether a step ends only after DDP's own callback at the end of the backward pass; see `ddp_ended`."""
         return False
 
     def step_began(self, steps: int) -> None:
@@ -149,7 +149,10 @@ class StepListener:
         """Called when all collectives of the step's buckets have been issued, if DDP marks the last bucket."""
 
     def ddp_ended(self) -> None:
-        """Called when DDP has taken the averages, or left them, if a listener `ends_after_ddp`."""
+        """Called when DDP has written the averages into the gradients, if a listener `ends_after_ddp`.
+
+        Gradients of parameters that no rank has used stay as they were.
+        """
 
     def step_ended(self, step: EndedStep) -> None:
         """Called at the end of a step, on all ranks at the same point of the sequence of all-reduces."""
