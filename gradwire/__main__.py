@@ -32,7 +32,7 @@ NEED_TORCH = ("bench", "compare", "predict", "selftest")
 
 
 def usage() -> str:
-    """Return the help text that lists every sub-command."""
+    """Returns the help text that lists every sub-command."""
     rows = "\n".join(f"  {name:<10} {line}" for name, (_, line) in COMMANDS.items())
     return (
         "gradwire: faster data-parallel PyTorch training on slow networks\n\n"
@@ -42,7 +42,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command and return its exit status.
+    """Runs one sub-command and returns its exit status.
 
     Args:
         argv: Words after `gradwire`; None takes this process's command line.
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 def _silent_of(
     interrupt: KeyboardInterrupt,
 ) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
-    """Return a `sys.excepthook` that prints nothing for `interrupt`, which was reported already."""
+    """Returns a `sys.excepthook` that prints nothing for `interrupt`, which was reported already."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -151,7 +151,7 @@ def _record(text: str) -> dict[str, Any] | None:
 
 
 def configurations_of(only: str | None) -> dict[str, str]:
-    """Return the configurations to run, plain DDP first: name -> value of GRADWIRE_HOOK, empty for those of torch.
+    """Returns the configurations to run, plain DDP first: name -> value of GRADWIRE_HOOK, empty for those of torch.
 
     Args:
         only: Words with commas between them; a configuration runs if its name contains one.
@@ -169,7 +169,7 @@ def configurations_of(only: str | None) -> dict[str, str]:
 
 
 def run_emulated(options: argparse.Namespace, nodes: list[int], runs: "_Runs") -> None:
-    """Run the script under every configuration on one emulated cluster.
+    """Runs the script under every configuration on one emulated cluster.
 
     Args:
         options: Parsed options of the command line.
@@ -190,7 +190,7 @@ def run_emulated(options: argparse.Namespace, nodes: list[int], runs: "_Runs") -
 
 
 def run_given(options: argparse.Namespace, world: World, runs: "_Runs") -> None:
-    """Run the script under every configuration as this rank of the job; all ranks call it together.
+    """Runs the script under every configuration as this rank of the job; all ranks call it together.
 
     Args:
         options: Parsed options of the command line.
@@ -326,7 +326,7 @@ class _Runs:
 
 
 def what_to_write(results: Sequence[ConfigurationResult], configurations: Mapping[str, str]) -> str:
-    """Return the advice of a comparison: of the configurations that save most, the one that changes gradients least.
+    """Returns the advice of a comparison: of the configurations that save most, the one that changes gradients least.
 
     Args:
         results: Figures of the configurations, plain DDP first.
@@ -363,7 +363,7 @@ def what_to_write(results: Sequence[ConfigurationResult], configurations: Mappin
 
 
 def compare_script(options: argparse.Namespace, argv: list[str], start: Start | None) -> None:
-    """Run the script under each configuration; rank 0 prints the table and the advice, also after a signal.
+    """Runs the script under each configuration; rank 0 prints the table and the advice, also after a signal.
 
     Args:
         options: Parsed options of the command line.
@@ -414,7 +414,7 @@ def compare_script(options: argparse.Namespace, argv: list[str], start: Start | 
 def _show(
     options: argparse.Namespace, argv: list[str], runs: "_Runs", where: str, nodes: list[int], counted: bool
 ) -> None:
-    """Print the table and the advice, and write the files that were asked for."""
+    """Prints the table and the advice, and writes the files that were asked for."""
     results = runs.results(sum(nodes), counted)
     nbytes = max(run.gradient_nbytes for run in runs.found)
     report(options, argv, Measured(results, where, nodes, nbytes, Scale(), script=Path(options.script[0]).name))
@@ -434,7 +434,7 @@ def _show(
 
 
 def _read(argv: list[str]) -> argparse.Namespace:
-    """Read the command line of a comparison with `--script`.
+    """Reads the command line of a comparison with `--script`.
 
     Raises:
         ValueError: A value does not fit; the message names the option.
@@ -452,7 +452,7 @@ def _read(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Compare with `--script`, or with models of the command's own; return the exit status.
+    """Compares with `--script`, or with models of the command's own; returns the exit status.
 
     Args:
         argv: Words after `compare`.

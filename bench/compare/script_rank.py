@@ -29,7 +29,7 @@ TORCH_HOOKS = {"torch fp16 hook": default_hooks.fp16_compress_hook, "torch bf16 
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the script; the process ends one step after the last that is reported.
+    """Runs the script; the process ends one step after the last that is reported.
 
     No rank waits for another one in a step that is reported, therefore, when the first process ends.
 

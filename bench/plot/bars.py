@@ -33,7 +33,7 @@ class Bar:
 
 
 def draw_compare(record: PlotRecord, output: Path) -> None:
-    """Draw seconds per step as bars, with the speed-up over plain DDP beside each.
+    """Draws seconds per step as bars, with the speed-up over plain DDP beside each.
 
     Args:
         record: Parsed output of `gradwire compare --json`.
@@ -63,7 +63,7 @@ def _figures(result: PlotRecord) -> str:
 
 
 def draw_training(record: PlotRecord, output: Path) -> None:
-    """Draw seconds per step as bars, with the loss at the end beside each.
+    """Draws seconds per step as bars, with the loss at the end beside each.
 
     Args:
         record: Parsed output of `make run` with `--json`.

@@ -63,7 +63,7 @@ def read(file: Path) -> PlotRecord:
 
 
 def draw(files: list[Path], output: Path | None, step: int | None = None) -> list[Path]:
-    """Draw all files and return the paths of the pictures.
+    """Draws all files and returns the paths of the pictures.
 
     Args:
         files: JSON files of one kind.

@@ -32,7 +32,7 @@ class Curve:
 
 
 def curves(record: PlotRecord) -> list[Curve]:
-    """Return the curves of one file of `gradwire bench -J`, one for each block."""
+    """Returns the curves of one file of `gradwire bench -J`, one for each block."""
     found = []
     for number, block in enumerate(record["blocks"]):
         rows = [row for row in record["results"] if row["block"] == number and row["size"] > 0]
@@ -53,7 +53,7 @@ def curves(record: PlotRecord) -> list[Curve]:
 
 
 def size_text(nbytes: float) -> str:
-    """Format bytes as nccl-tests writes them on its command line: 64K, 1M."""
+    """Formats bytes as nccl-tests writes them on its command line: 64K, 1M."""
     for unit, scale in (("G", _KIBI**3), ("M", _KIBI**2), ("K", _KIBI)):
         if nbytes >= scale:
             return f"{nbytes / scale:g}{unit}"
@@ -61,7 +61,7 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(microseconds: float) -> str:
-    """Format microseconds in the largest unit that keeps the number above 1."""
+    """Formats microseconds in the largest unit that keeps the number above 1."""
     if microseconds >= 1e6:
         return f"{microseconds / 1e6:g} s"
     return f"{microseconds / 1e3:g} ms" if microseconds >= 1e3 else f"{microseconds:g} us"
@@ -132,7 +132,7 @@ def _label_sizes(axes: "Axes", kind: str, sizes: list[int], collective: str) -> 
 
 
 def caption(record: PlotRecord) -> list[str]:
-    """Return the caption of a bench file: machine, ranks, date and command."""
+    """Returns the caption of a bench file: machine, ranks, date and command."""
     ranks = record["blocks"][0]["facts"].get("ranks", "")
     return [
         f"{record['machine']}; ranks: {ranks}",

@@ -36,13 +36,13 @@ def load_pyplot() -> Any:
 
 
 def strip(axes: "Axes") -> None:
-    """Remove the frame's lines at the top and on the right."""
+    """Removes the frame's lines at the top and on the right."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
 def save(figure: "Figure", output: Path, notes: list[str]) -> None:
-    """Write a figure with a caption below it, and close it.
+    """Writes a figure with a caption below it, and closes it.
 
     Args:
         figure: Finished figure; closed afterwards.
@@ -58,7 +58,7 @@ def save(figure: "Figure", output: Path, notes: list[str]) -> None:
 
 
 def shown_command(words: list[str]) -> str:
-    """Return a command line for the caption, without the options that name its output files.
+    """Returns a command line for the caption, without the options that name its output files.
 
     Args:
         words: Words of the command line as the user typed them.

@@ -59,7 +59,7 @@ class TimelineBar:
 
 
 def is_trace(record: PlotRecord) -> bool:
-    """Return whether a file was written by `HookState.trace`."""
+    """Returns whether a file was written by `HookState.trace`."""
     about = record.get("otherData")
     return isinstance(about, dict) and about.get("kind") == KIND
 
@@ -103,7 +103,7 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineB
 
 
 def _in_flight(record: PlotRecord) -> Iterator[tuple[int, str, TimelineBar]]:
-    """Yield (rank, row, bar) of transfers that no lane carries: those that run while the next lane waits for them.
+    """Yields (rank, row, bar) of transfers that no lane carries: those that run while the next lane waits for them.
 
     A chunk's transfer is issued when the lane before it is done with the chunk, and has ended when the wait for it has.
     Chunks go through each lane in one order, so the n-th wait of an all-reduce belongs to the n-th chunk.
@@ -129,7 +129,7 @@ def _in_flight(record: PlotRecord) -> Iterator[tuple[int, str, TimelineBar]]:
 
 
 def spans_of(record: PlotRecord) -> dict[int, tuple[float, float]]:
-    """Return step -> (begin on the first rank, end on the last rank), in seconds."""
+    """Returns step -> (begin on the first rank, end on the last rank), in seconds."""
     spans: dict[int, tuple[float, float]] = {}
     for event in record["traceEvents"]:
         if event["ph"] == "X" and event["cat"] in ("step", "buckets") and "step" in event["args"]:
@@ -141,7 +141,7 @@ def spans_of(record: PlotRecord) -> dict[int, tuple[float, float]]:
 
 
 def middle_step(record: PlotRecord) -> int:
-    """Return the number of the step of median length.
+    """Returns the number of the step of median length.
 
     Raises:
         ValueError: The trace holds no step.
@@ -154,7 +154,7 @@ def middle_step(record: PlotRecord) -> int:
 
 
 def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
-    """Draw one step of a trace.
+    """Draws one step of a trace.
 
     Args:
         record: Parsed trace that `HookState.trace` wrote.
@@ -238,7 +238,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
 
 
 def shown_ranks(rows: dict[int, dict[str, list[TimelineBar]]]) -> list[int]:
-    """Return the ranks to draw, ascending: all, or those with the earliest and latest last bucket and some between."""
+    """Returns the ranks to draw, ascending: all, or those with the earliest and latest last bucket and some between."""
     ranks = sorted(rows, key=lambda rank: max((bar.began for bar in rows[rank]["arrivals"]), default=0.0))
     if len(ranks) > MOST_RANKS:
         ranks = [ranks[round(place * (len(ranks) - 1) / (MOST_RANKS - 1))] for place in range(MOST_RANKS)]
@@ -246,7 +246,7 @@ def shown_ranks(rows: dict[int, dict[str, list[TimelineBar]]]) -> list[int]:
 
 
 def _readable(bars: Sequence[TimelineBar], apart: float) -> list[TimelineBar]:
-    """Join the numbers of buckets that arrive within `apart` seconds of each other into one text: `0,1,2`."""
+    """Joins the numbers of buckets that arrive within `apart` seconds of each other into one text: `0,1,2`."""
     found: list[TimelineBar] = []
     labelled = 0
     for bar in sorted(bars, key=lambda each: each.began):

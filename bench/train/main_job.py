@@ -58,7 +58,7 @@ def train_on(
     show: bool = True,
     nic_bits_per_second: int | None = None,
 ) -> list[TrainingResult]:
-    """Run the training once and return the results by hook.
+    """Runs the training once and returns the results by hook.
 
     Args:
         cluster: Emulated cluster to run on; None for logical nodes on this machine.
@@ -101,7 +101,7 @@ def train_on(
 
 
 def readable_rate(nbytes: float, seconds: float) -> str:
-    """Return the round link rate at which a number of bytes takes about a given time.
+    """Returns the round link rate at which a number of bytes takes about a given time.
 
     Args:
         nbytes: Bytes on the busiest link in a step.
@@ -112,7 +112,7 @@ def readable_rate(nbytes: float, seconds: float) -> str:
 
 
 def steps_within(computation_seconds: float) -> int:
-    """Return the number of steps of each hook that fit into the time budget, and print it.
+    """Returns the number of steps of each hook that fit into the time budget, and print it.
 
     Args:
         computation_seconds: Duration of a step without communication.
@@ -126,7 +126,7 @@ def steps_within(computation_seconds: float) -> int:
 
 
 def calibrate(batch: int) -> tuple[str, float]:
-    """Measure plain DDP on links without a rate limit.
+    """Measures plain DDP on links without a rate limit.
 
     Args:
         batch: Sequences per rank and step.
@@ -149,7 +149,7 @@ def calibrate(batch: int) -> tuple[str, float]:
 
 
 def presume_rate(batch: int) -> str:
-    """Measure plain DDP on loopback, and return the link rate that would double its step.
+    """Measures plain DDP on loopback, and returns the link rate that would double its step.
 
     Args:
         batch: Sequences per rank and step.
@@ -163,7 +163,7 @@ def presume_rate(batch: int) -> str:
 
 
 def result_table(results: list[TrainingResult], title: str, *, counted: bool = False) -> Table:
-    """Return the table of the comparison.
+    """Returns the table of the comparison.
 
     Args:
         results: Results by hook; the first is the baseline of the speed-up.
@@ -186,7 +186,7 @@ def result_table(results: list[TrainingResult], title: str, *, counted: bool = F
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Compare the hooks, print the table, and summarize it in sentences.
+    """Compares the hooks, prints the table, and summarizes it in sentences.
 
     Args:
         options: Parsed options of `main`.

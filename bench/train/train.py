@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def check_hook(hook: str) -> None:
-    """Raise ValueError unless a hook is known; the compressor after `gradwire:` is checked by gradwire.
+    """Raises ValueError unless a hook is known; the compressor after `gradwire:` is checked by gradwire.
 
     Args:
         hook: One of `HOOKS`.
@@ -48,7 +48,7 @@ def check_hook(hook: str) -> None:
 def attach_hook(
     model: DistributedDataParallel, hook: str, nic_bytes_per_second: float | None = None
 ) -> gradwire.HookState | None:
-    """Register a communication hook.
+    """Registers a communication hook.
 
     Args:
         model: Model that gets the hook, in place; nothing is registered for `plain`.
@@ -109,7 +109,7 @@ class HookTraining:
         return sum(weights.numel() * weights.element_size() for weights in self.model.parameters())
 
     def take_step(self, _: int) -> None:
-        """Train on `batch`; all ranks call it together."""
+        """Trains on `batch`; all ranks call it together."""
         self._loss = loss_in_nats(self.model, *self.batch)
         self._loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
         self._optimizer.step()
@@ -124,7 +124,7 @@ class HookTraining:
 
 
 def _share_of_peak(step: int, steps: int) -> float:
-    """Return the learning rate over its peak: a linear warm-up, then half a cosine down to a tenth."""
+    """Returns the learning rate over its peak: a linear warm-up, then half a cosine down to a tenth."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     progress = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
@@ -268,7 +268,7 @@ def summarize(
     context: int,
     counted: bool,
 ) -> TrainingResult:
-    """Combine the figures of all ranks.
+    """Combines the figures of all ranks.
 
     Args:
         training: The training, after its last step.

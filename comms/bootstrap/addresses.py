@@ -40,7 +40,7 @@ linux/if_addr.h."""
 
 
 def own_addresses(toward: str | None = None, seconds: float = LOOK_UP_SECONDS) -> list[str]:
-    """Return the addresses at which other ranks may reach this host: the best one first, the loopback last.
+    """Returns the addresses at which other ranks may reach this host: the best one first, the loopback last.
 
     Args:
         toward: Host that this one has reached already, so that the route to it is known to work.
@@ -68,12 +68,12 @@ class HostAddress:
 
 
 def interface_addresses() -> list[str]:
-    """Return the IPv4 and IPv6 addresses of this host's interfaces; empty if the kernel does not list them."""
+    """Returns the IPv4 and IPv6 addresses of this host's interfaces; empty if the kernel does not list them."""
     return [each.address for each in host_addresses()]
 
 
 def host_addresses() -> list[HostAddress]:
-    """Return the addresses of this host's interfaces, each with its interface and network.
+    """Returns the addresses of this host's interfaces, each with its interface and network.
 
     Empty if the kernel does not list them, as outside Linux. Tentative and duplicate addresses are left out.
     """
@@ -105,7 +105,7 @@ def _listed(kernel: socket.socket) -> Iterator[HostAddress]:
 
 
 def _address(message: bytes) -> Iterator[HostAddress]:
-    """Yield the address in a netlink message, unless it cannot be used."""
+    """Yields the address in a netlink message, unless it cannot be used."""
     family, prefix, flags, _, index = _ADDRESS_HEADER.unpack_from(message)
     if family not in (socket.AF_INET, socket.AF_INET6) or flags & _UNUSABLE:
         return
@@ -126,7 +126,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def sources(destinations: Iterable[tuple[int, str]]) -> list[str]:
-    """Return the source address that this host would use for each destination to which it has a route."""
+    """Returns the source address that this host would use for each destination to which it has a route."""
     found = []
     for family, destination in destinations:
         try:
@@ -165,7 +165,7 @@ class _LookUps:
         self._addresses: dict[str, list[str]] = {}
 
     def find(self, host: str, seconds: float) -> list[str]:
-        """Return the addresses of a host that are known after at most `seconds`."""
+        """Returns the addresses of a host that are known after at most `seconds`."""
         with self._lock:
             thread = self._threads.get(host)
             if thread is None:
@@ -194,7 +194,7 @@ _look_ups = _LookUps()
 
 
 def _found(host: str | None, seconds: float) -> list[str]:
-    """Return the addresses of a host; an IP address is returned without resolving."""
+    """Returns the addresses of a host; an IP address is returned without resolving."""
     if not host:
         return []
     try:
@@ -204,7 +204,7 @@ def _found(host: str | None, seconds: float) -> list[str]:
 
 
 def listener(backlog: int) -> socket.socket:
-    """Open a listening socket on a free port, for IPv4 and IPv6 if the host has both."""
+    """Opens a listening socket on a free port, for IPv4 and IPv6 if the host has both."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)

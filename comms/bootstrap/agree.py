@@ -87,7 +87,7 @@ class Agreement:
         self._round = 0
 
     def decide(self, value: object, rule: Callable[[list[object]], object]) -> object:
-        """Gather every rank's value on rank 0, apply the rule there, and return its result on all ranks.
+        """Gathers every rank's value on rank 0, applies the rule there, and returns its result on all ranks.
 
         Args:
             value: JSON value of this rank.
@@ -127,7 +127,7 @@ class Agreement:
         self.decide(value, alike)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order.
+        """Returns the values of all ranks, in rank order.
 
         Args:
             value: JSON value of this rank.
@@ -181,7 +181,7 @@ class Agreement:
         )
 
     def _decide_for_all(self, place: str, rule: Callable[[list[object]], object]) -> object:
-        """Collect the values, apply the rule, publish the verdict and return its result; rank 0 only.
+        """Collects the values, applies the rule, publishes the verdict and returns its result; rank 0 only.
 
         Args:
             place: Prefix of the keys of this round in the store.
@@ -198,7 +198,7 @@ class Agreement:
         return self._result(place)
 
     def _values(self, place: str) -> list[object] | None:
-        """Return the values of all ranks, in rank order; None if one is missing after the timeout."""
+        """Returns the values of all ranks, in rank order; None if one is missing after the timeout."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         values: list[object] = []
         for keys in self._blocks(place):
@@ -213,7 +213,7 @@ class Agreement:
         return values
 
     def _peer_check(self, place: str, ranks: Sequence[int]) -> Callable[[], None]:
-        """Return a callback for a store wait. It raises `PeerError` once a rank that is waited for has exited."""
+        """Returns a callback for a store wait. It raises `PeerError` once a rank that is waited for has exited."""
         backoff = Backoff()
 
         def check() -> None:
@@ -252,7 +252,7 @@ class Agreement:
         self._store.compare_set(f"{place}/verdict", "", json.dumps([REFUSED, self._missing(place)]))
 
     def _result(self, place: str) -> object:
-        """Read the verdict, and return its result or raise its error."""
+        """Reads the verdict, and returns its result or raises its error."""
         kind, result = _DECIDED.read(self._store.read(f"{place}/verdict"))
         if kind == REFUSED:
             raise ValueError(f"`{self._name}` was refused on all ranks: {result}")
@@ -260,7 +260,7 @@ class Agreement:
         return result
 
     def _missing(self, place: str) -> str:
-        """Return the error message that names the ranks without a value."""
+        """Returns the error message that names the ranks without a value."""
         blocks = [keys for keys in self._blocks(place) if not self._store.check(keys)]
         silent = [int(key.rsplit("/", 1)[1]) for keys in blocks for key in keys if not self._store.check([key])]
         names = ", ".join(str(self._names[rank]) for rank in silent)

@@ -103,34 +103,34 @@ class BackendWork(Protocol):
     """Handle of a collective that a torch process group has issued."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
-        """Block until the work is done, or raise its error. Also raises after the timeout, while the work goes on."""
+        """Blocks until the work is done, or raises its error. Also raises after the timeout, while the work goes on."""
 
     def is_completed(self) -> bool:
         """Whether the work has ended, with or without an error."""
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """Return a future of the tensors that the collective changed."""
+        """Returns a future of the tensors that the collective changed."""
 
 
 class TorchGroup(Protocol):
     """Methods of torch's C++ process groups that gradwire calls, under the names of 2.13 and 2.14."""
 
     def allreduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Sum in place."""
+        """Sums in place."""
 
     def broadcast(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Copy from a root, in place."""
+        """Copies from a root, in place."""
 
     def reduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Sum on a root, in place there; tensors of the other ranks are unchanged."""
+        """Sums on a root, in place there; tensors of the other ranks are unchanged."""
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], options: object, /
     ) -> BackendWork:
-        """Exchange slices of flat tensors."""
+        """Exchanges slices of flat tensors."""
 
     def alltoall(self, outputs: list[Tensor], sources: list[Tensor], options: object, /) -> BackendWork:
-        """Send the r-th source to rank r, and receive the r-th output from it; gloo has no such call."""
+        """Sends the r-th source to rank r, and receives the r-th output from it; gloo has no such call."""
 
     def shutdown(self) -> None:
         """Wait for collectives in flight, then close connections and threads."""
@@ -139,30 +139,30 @@ class TorchGroup(Protocol):
         """Abort collectives in flight and close the connections; may itself take as long as the group's timeout."""
 
     def _set_default_timeout(self, timeout: timedelta, /) -> None:
-        """Set the timeout of collectives issued from now on."""
+        """Sets the timeout of collectives issued from now on."""
 
     @property
     def options(self) -> Any:
         """Options of the group; `_timeout` is the timeout of a collective."""
 
     def eager_connect_single_device(self, device: torch.device, /) -> None:
-        """Connect the ranks now instead of at their first collective; returns when all have joined."""
+        """Connects the ranks now instead of at their first collective; returns when all have joined."""
 
     def _start_coalescing(self) -> None:
-        """Begin an NCCL group call: collectives issued from here on start together."""
+        """Begins an NCCL group call: collectives issued from here on start together."""
 
     def _end_coalescing(self) -> BackendWork | None:
-        """End the group call and launch it; return the work of all of it, or None if it is empty."""
+        """Ends the group call and launches it; returns the work of all of it, or None if it is empty."""
 
 
 class PairwiseGroup(TorchGroup, Protocol):
     """A group with point-to-point messages: gloo."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
-        """Send one tensor to one rank."""
+        """Sends one tensor to one rank."""
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
-        """Receive one tensor from one rank, in place."""
+        """Receives one tensor from one rank, in place."""
 
 
 GLOO_SEGMENT_NBYTES = 1 << 20
@@ -204,7 +204,7 @@ def numbers_from_zero(version: str = torch.__version__) -> bool:
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    """Return the store that a process group was made with.
+    """Returns the store that a process group was made with.
 
     Raises:
         TypeError: Torch does not know the group.
@@ -224,7 +224,7 @@ def is_known(group: dist.ProcessGroup) -> bool:
 
 
 def group_members() -> dict[str, tuple[int, ...]]:
-    """Return the process groups of this rank: name -> members as ranks of the default group, in the group's order."""
+    """Returns the process groups of this rank: name -> members as ranks of the default group, in the group's order."""
     world = distributed_c10d._world
     # A copy, in one step: the watch's thread calls this while the program makes groups.
     names = world.pg_names.copy()
@@ -253,12 +253,12 @@ def flight_records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, An
 
 
 def device_types_of(group: dist.ProcessGroup) -> set[str]:
-    """Return the device types whose tensors a group accepts: `cpu`, `cuda`."""
+    """Returns the device types whose tensors a group accepts: `cpu`, `cuda`."""
     return {each.type for each in group._device_types}
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[tuple[str, int]]]:
-    """Return the parameters of each bucket of a DDP model as (name, elements), in the order of reduction.
+    """Returns the parameters of each bucket of a DDP model as (name, elements), in the order of reduction.
 
     Blocks while a backward pass ends. Empty before the first step, after which DDP knows the order, and for a model
     that another thread is just constructing.
@@ -277,7 +277,7 @@ def bucket_parameters(model: DistributedDataParallel) -> list[list[tuple[str, in
 
 
 def ddp_models() -> list[DistributedDataParallel]:
-    """Return all DDP models of this process. Any thread may call this.
+    """Returns all DDP models of this process. Any thread may call this.
 
     They are found as the objects that refer to DDP's class. `gc.get_objects` must not be used: it also returns tuples
     that another thread is just constructing, which fails if their reference count is not one.
@@ -289,7 +289,7 @@ def ddp_models() -> list[DistributedDataParallel]:
 
 
 def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of one of torch's C++ classes by `call(method, self, ...)`, for calls from Python.
+    """Replaces a method of one of torch's C++ classes by `call(method, self, ...)`, for calls from Python.
 
     Args:
         kind: Class whose method is replaced.
@@ -313,7 +313,7 @@ def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[],
 
 
 def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, interfaces: Sequence[str] = ()) -> TorchGroup:
-    """Make a gloo group outside torch's registry: only its members take part in making it.
+    """Makes a gloo group outside torch's registry: only its members take part in making it.
 
     Args:
         store: Store with a prefix of its own for this group.
@@ -343,7 +343,7 @@ def make_nccl(
     global_ranks: Sequence[int],
     max_ctas: int | None = None,
 ) -> TorchGroup:
-    """Make an NCCL group outside torch's registry, not connected yet.
+    """Makes an NCCL group outside torch's registry, not connected yet.
 
     In torch 2.15, too, the class ProcessGroupNCCL is the implementation whose coalescing makes one NCCL group call,
     whichever one has the name `nccl`.
@@ -368,7 +368,7 @@ def make_nccl(
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the timeout of collectives of a process group's backend for a device.
+    """Returns the timeout of collectives of a process group's backend for a device.
 
     It is torch's default for that type of device if the backend has none (MPI), or without a group.
     """
@@ -396,7 +396,7 @@ NCCL_NAMES = ("nccl", "nccl2")
 
 
 def nccl_backend_of(group: dist.ProcessGroup, device: torch.device) -> TorchGroup | None:
-    """Return the NCCL backend of a process group for a device; None if the backend is another one.
+    """Returns the NCCL backend of a process group for a device; None if the backend is another one.
 
     Others are gloo, backends that users have registered, and the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts
     around every backend, which compares shapes over gloo before each collective.
@@ -422,7 +422,7 @@ def nccl_has_run() -> bool:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of NCCL that torch uses; empty for a torch without NCCL."""
+    """Returns the version of NCCL that torch uses; empty for a torch without NCCL."""
     if not hasattr(torch._C, "_nccl_version"):
         return ()
     return tuple(torch.cuda.nccl.version()[:3])  # type: ignore[no-untyped-call]
@@ -439,7 +439,7 @@ def makes_group_calls(backend: TorchGroup) -> bool:
 
 @lru_cache(maxsize=64)
 def premultiplied_sum(factor: float) -> dist.ReduceOp:
-    """Return NCCL's PreMulSum: the sum over ranks of `factor` times their tensors.
+    """Returns NCCL's PreMulSum: the sum over ranks of `factor` times their tensors.
 
     Use it only for float16, float32 and float64. For bfloat16, torch's ProcessGroupNCCL passes NCCL the address of a
     float32, of which NCCL reads the lower half, so that 0.25 becomes 0 (unpackPreMulSum<float, ncclBfloat16> in
@@ -449,7 +449,7 @@ def premultiplied_sum(factor: float) -> dist.ReduceOp:
 
 
 def factor_of(op: object) -> float | None:
-    """Return the factor of a PREMUL_SUM, which FSDP2 uses for its gradient divide factor; None for any other op."""
+    """Returns the factor of a PREMUL_SUM, which FSDP2 uses for its gradient divide factor; None for any other op."""
     if op != dist.ReduceOp.PREMUL_SUM or not isinstance(op, dist.ReduceOp):
         return None
     state: object = op.__getstate__()
@@ -471,7 +471,7 @@ REDUCE_SCATTER_SINGLE = "reduce_scatter_single" if _RENAMED else "_reduce_scatte
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> bool:
-    """Let autograd call `callback()` at the end of the running backward pass.
+    """Lets autograd call `callback()` at the end of the running backward pass.
 
     Returns:
         False if no backward pass is running (a rank that has joined early calls hooks from outside).
@@ -500,7 +500,7 @@ def profiler_is_on() -> bool:
 
 
 def device_scale_of(scaler: object) -> Tensor | None:
-    """Return the scale of a torch.amp.GradScaler as a 0-dim CUDA tensor, without waiting for the device.
+    """Returns the scale of a torch.amp.GradScaler as a 0-dim CUDA tensor, without waiting for the device.
 
     None if it is not on a CUDA device; then `get_scale()` returns it without waiting, too.
     """
@@ -567,7 +567,7 @@ SHARDED = {"FullyShardedDataParallel": "FSDP", "FSDPModule": "FSDP2", "DeepSpeed
 
 
 def why_no_ddp_hook(model: torch.nn.Module) -> str | None:
-    """Return an error message if a model is or contains a sharded module, which calls no DDP hook; else None."""
+    """Returns an error message if a model is or contains a sharded module, which calls no DDP hook; else None."""
     for module in model.modules():
         for base in type(module).__mro__:
             if base.__name__ in SHARDED:
@@ -606,12 +606,12 @@ class GroupOptions:
 
     @classmethod
     def of(cls, given: object) -> "GroupOptions":
-        """Copy the options that torch passes to the creator of a backend; they have the same names."""
+        """Copies the options that torch passes to the creator of a backend; they have the same names."""
         return cls(*(getattr(given, entry.name) for entry in fields(cls)))
 
 
 def clone_of(store: Store) -> Store:
-    """Open a second connection to a store, which does not keep the server of a TCPStore alive.
+    """Opens a second connection to a store, which does not keep the server of a TCPStore alive.
 
     A server that outlives its group would still hold the old keys when the process group is made again on its port.
     """
@@ -620,7 +620,7 @@ def clone_of(store: Store) -> Store:
 
 
 def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) -> list[object]:
-    """Register torch's own backends on `groups`, one per device type, made once and shared by all groups.
+    """Registers torch's own backends on `groups`, one per device type, made once and shared by all groups.
 
     CPU tensors use gloo; CUDA tensors use NCCL, or gloo in a torch built without NCCL.
 
@@ -658,7 +658,7 @@ def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) ->
 
 
 def _lazy_nccl(options: GroupOptions) -> "dist.ProcessGroupNCCL":
-    """Make an NCCL backend that connects at its first collective."""
+    """Makes an NCCL backend that connects at its first collective."""
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options._timeout = options.timeout
     return dist.ProcessGroupNCCL(
@@ -671,7 +671,7 @@ REGISTER_BUILTIN = "_register_builtin_comm_hook"
 
 
 def swap_process_group(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """Let a DDP model use another process group from now on, for its buffers and the order of its buckets.
+    """Lets a DDP model use another process group from now on, for its buffers and the order of its buckets.
 
     DDP rebuilds its buckets in the second forward pass after this, as after the first step.
     """
@@ -683,17 +683,17 @@ COMPILED_INSIDE = "_orig_mod"
 
 
 def comm_hook_name(model: DistributedDataParallel) -> str:
-    """Return the name of the hook registered on a DDP model, built-in ones included; empty if there is none."""
+    """Returns the name of the hook registered on a DDP model, built-in ones included; empty if there is none."""
     return str(model._get_ddp_logging_data().get("comm_hook", ""))  # type: ignore[no-untyped-call]
 
 
 def registered_hook(model: DistributedDataParallel) -> Callable[..., object] | None:
-    """Return the hook that was passed to a DDP model's `register_comm_hook`; None if that was not called."""
+    """Returns the hook that was passed to a DDP model's `register_comm_hook`; None if that was not called."""
     return next((hook for hook, _ in model._comm_hooks), None)
 
 
 def rename_comm_hook(model: DistributedDataParallel, hook: Callable[..., object], state: object) -> None:
-    """Record another hook as the registered one. DDP still calls the first hook, which forwards to this one.
+    """Records another hook as the registered one. DDP still calls the first hook, which forwards to this one.
 
     Args:
         model: DDP model, whose log and list of hooks are changed.

@@ -29,7 +29,7 @@ class Deadline:
         self._lock = threading.Lock()  # Guards _marks.
 
     def watch(self, has_passed: Callable[[], bool]) -> None:
-        """Start the timeout of a piece of work that was just issued. Work must complete in the order of these calls.
+        """Starts the timeout of a piece of work that was just issued. Work must complete in the order of these calls.
 
         Args:
             has_passed: Returns whether it has completed: `query` of an event, `is_completed` of a collective.
@@ -46,7 +46,7 @@ class Deadline:
             return bool(self._marks)
 
     def overdue(self) -> PeerFailure | None:
-        """Return the failure to report if the oldest work has exceeded its timeout, else None.
+        """Returns the failure to report if the oldest work has exceeded its timeout, else None.
 
         The device is asked only after the timeout: a query from another thread would break the capture of a CUDA graph
         that the user makes between two steps.
@@ -69,5 +69,5 @@ class Deadline:
             self._marks.popleft()
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Select the device: a thread that has not would create a context on the first device."""
+        """Selects the device: a thread that has not would create a context on the first device."""
         return nullcontext() if self._device is None else torch.cuda.device(self._device)

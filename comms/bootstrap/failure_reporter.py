@@ -71,7 +71,7 @@ NAP_SECONDS = 0.05
 
 
 def poll_seconds(size: int) -> float:
-    """Return the seconds between two polls of the abort signal by each of `size` ranks."""
+    """Returns the seconds between two polls of the abort signal by each of `size` ranks."""
     return max(POLL_SECONDS, size / POLLS_PER_SECOND)
 
 
@@ -96,12 +96,12 @@ class FailureReporter(ABC):
         self.failures = failures
 
     def abort_reason(self) -> str | None:
-        """Return the reason why another rank has aborted, or None."""
+        """Returns the reason why another rank has aborted, or None."""
         failure = self.failures.poll()
         return None if failure is None else failure.reason
 
     def signal_abort(self, reason: str, *, directly: bool = False) -> None:
-        """Make the other ranks abort with this reason; does not wait for them.
+        """Makes the other ranks abort with this reason; does not wait for them.
 
         Args:
             reason: Reason, for their error messages.
@@ -113,7 +113,7 @@ class FailureReporter(ABC):
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
-        """Report a failure of this rank to the other ranks, and return the error to raise.
+        """Reports a failure of this rank to the other ranks, and returns the error to raise.
 
         Args:
             error: Error that the transport raised.
@@ -141,7 +141,7 @@ class AbortSignal:
         self._key = key
 
     def read(self) -> PeerFailure | None:
-        """Return the failure that a rank has signalled, or None if no rank has.
+        """Returns the failure that a rank has signalled, or None if no rank has.
 
         Raises:
             MessageError: The value is malformed.
@@ -150,7 +150,7 @@ class AbortSignal:
         return PeerFailure.unpacked(self._store.read(self._key)) if self._store.check([self._key]) else None
 
     def set(self, failure: PeerFailure) -> None:
-        """Set the failure unless one is set.
+        """Sets the failure unless one is set.
 
         Raises:
             RuntimeError: The store is unreachable.
@@ -158,7 +158,7 @@ class AbortSignal:
         self._store.compare_set(self._key, "", failure.packed(self._rank).decode())
 
     def try_set(self, failure: PeerFailure) -> None:
-        """Set the failure if the store is reachable."""
+        """Sets the failure if the store is reachable."""
         try:
             self.set(failure)
         except RuntimeError as error:
@@ -180,7 +180,7 @@ class _PolledAbortSignal(AbortSignal):
         self._store_is_gone = False
 
     def poll(self) -> PeerFailure | None:
-        """Return the failure that a rank has signalled; None if there is none, or if the store does not answer."""
+        """Returns the failure that a rank has signalled; None if there is none, or if the store does not answer."""
         if self._store_is_gone or not self._answering.is_answering:
             return None
         try:
@@ -241,7 +241,7 @@ class _Verdict:
 
     @classmethod
     def unpacked(cls, data: bytes) -> "_Verdict":
-        """Parse what `packed` returned on another rank."""
+        """Parses what `packed` returned on another rank."""
         missing, seen = _VERDICT.read(data)
         return cls(set(missing), dict(seen))
 
@@ -279,7 +279,7 @@ class StoreFailureReporter(FailureReporter):
         self._group: Sequence[int] = range(size)
 
     def signal_abort(self, reason: str, *, directly: bool = False) -> None:
-        """Make the other ranks abort with this reason; does not wait for them.
+        """Makes the other ranks abort with this reason; does not wait for them.
 
         Also publishes this rank's report: peers that collect reports after a failure then do not wait for it.
 
@@ -310,7 +310,7 @@ class StoreFailureReporter(FailureReporter):
         return self._store.plain
 
     def of_group(self, ranks: Sequence[int]) -> "StoreFailureReporter":
-        """Return this reporter as one of several groups uses it.
+        """Returns this reporter as one of several groups uses it.
 
         Args:
             ranks: The reporter's number of each of the group's ranks.
@@ -320,7 +320,7 @@ class StoreFailureReporter(FailureReporter):
         return reporter
 
     def peer_wait(self) -> PeerWait:
-        """Return a `PeerWait` for operations that report no failures themselves, such as making gloo groups.
+        """Returns a `PeerWait` for operations that report no failures themselves, such as making gloo groups.
 
         It probes the ranks that have published an address.
         """
@@ -340,7 +340,7 @@ class StoreFailureReporter(FailureReporter):
         return found
 
     def publish(self, generation: str) -> None:
-        """Publish the address of this process's probe server, for as long as the process lives.
+        """Publishes the address of this process's probe server, for as long as the process lives.
 
         Args:
             generation: Id of these ranks' generation, the same on all of them.
@@ -354,7 +354,7 @@ class StoreFailureReporter(FailureReporter):
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
-        """Publish this rank's report, agree with the others on who is missing, and return the error to raise.
+        """Publishes this rank's report, agrees with the others on who is missing, and returns the error to raise.
 
         Takes at most `PATIENCE` if ranks do not report, otherwise until all have.
 
@@ -401,7 +401,7 @@ class StoreFailureReporter(FailureReporter):
     def _without_store(
         self, what: str, cause: str, store_error: RuntimeError, members: Sequence[int], dead: set[int]
     ) -> CollectiveError:
-        """Probe some peers directly and return the error to raise.
+        """Probes some peers directly and returns the error to raise.
 
         The first rank to do so notifies the peers of the result: they would take its own exit for the failure.
         """
@@ -435,7 +435,7 @@ class StoreFailureReporter(FailureReporter):
         return CollectiveError(f"{what}: {self._who(missing, ', and ')}{reason}. {result}. Cause: {cause}", missing)
 
     def _others(self, named: Iterable[int]) -> tuple[int, ...]:
-        """Return the other ranks among those that peers have named, ascending; other numbers are no ranks."""
+        """Returns the other ranks among those that peers have named, ascending; other numbers are no ranks."""
         return tuple(sorted(set(named) & set(range(self._size)) - {self.rank}))
 
     def _who(self, missing: Sequence[int], then: str = "") -> str:
@@ -445,7 +445,7 @@ class StoreFailureReporter(FailureReporter):
         return f"{which} {_list(missing)} of {self._size} {verb} missing{then}"
 
     def _agree_on_missing(self, report: dict[str, object], cause: str) -> _Verdict:
-        """Publish this rank's report and return the verdict.
+        """Publishes this rank's report and returns the verdict.
 
         The first rank to arrive collects all reports; the others wait for its verdict, which keeps the store at O(n)
         requests instead of O(n^2).
@@ -474,7 +474,7 @@ class StoreFailureReporter(FailureReporter):
         return verdict
 
     def _collect(self, own: dict[str, Any], deadline: float) -> _Verdict:
-        """Read the reports of all ranks until none is missing or the deadline has passed.
+        """Reads the reports of all ranks until none is missing or the deadline has passed.
 
         One store request reads `BLOCK` reports; ranks of incomplete blocks are polled one by one, ever more rarely.
 
@@ -523,7 +523,7 @@ class StoreFailureReporter(FailureReporter):
         return _Verdict(set(), {rank: reports[rank]["seen"] for rank in self._quoted_ranks(reports)})
 
     def _quoted_ranks(self, reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """Choose up to `MOST_SEEN` ranks whose reports the error message quotes.
+        """Chooses up to `MOST_SEEN` ranks whose reports the error message quotes.
 
         First ranks that failed by themselves, then the one that signalled the abort, then those that blame no peer.
         """
@@ -536,7 +536,7 @@ class StoreFailureReporter(FailureReporter):
         return sorted((rank for rank in reports if reports[rank]["seen"]), key=order)[:MOST_SEEN]
 
     def _addresses_of(self, silent: Collection[int], living: Collection[int]) -> PeerTable:
-        """Return the addresses of silent ranks, and of living ones close to them, which may run on the same hosts.
+        """Returns the addresses of silent ranks, and of living ones close to them, which may run on the same hosts.
 
         Raises:
             StoreUnreachableError: The addresses are in the store, and it does not answer.
@@ -556,7 +556,7 @@ class StoreFailureReporter(FailureReporter):
         return replace(self._peer_table, addresses=addresses)
 
     def _read(self, ranks: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        """Read the reports of some ranks; empty if one of them has none. A malformed report counts as none."""
+        """Reads the reports of some ranks; empty if one of them has none. A malformed report counts as none."""
         keys = [f"report/{rank}" for rank in ranks]
         if not self._store.check(keys):
             return []
@@ -571,7 +571,7 @@ class StoreFailureReporter(FailureReporter):
 
 
 def _blocks(ranks: set[int]) -> list[list[int]]:
-    """Split ranks, in order, by the block that they belong to."""
+    """Splits ranks, in order, by the block that they belong to."""
     found: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         found.setdefault(rank // BLOCK, []).append(rank)

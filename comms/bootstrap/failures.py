@@ -95,7 +95,7 @@ class PeerFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> "PeerFailure":
-        """Return the failure that an exception carries, or make one from its first line and type."""
+        """Returns the failure that an exception carries, or makes one from its first line and type."""
         if isinstance(error, PeerFailureError):
             return error.failure
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -104,7 +104,7 @@ class PeerFailure:
 
     @classmethod
     def unpacked(cls, data: bytes) -> "PeerFailure":
-        """Parse what `packed` returned on another rank.
+        """Parses what `packed` returned on another rank.
 
         Raises:
             MessageError: The bytes are malformed.
@@ -150,18 +150,18 @@ class Failures:
         self._lock = threading.Lock()  # Guards the change of `first` and `ranks`; reads need no lock.
 
     def add_source(self, source: Source) -> None:
-        """Add a source that `poll` asks after all others."""
+        """Adds a source that `poll` asks after all others."""
         self._sources.append(source)
 
     def poll(self) -> PeerFailure | None:
-        """Return the failure that ended the group, asking the sources if none is known yet; None if there is none."""
+        """Returns the failure that ended the group, asking the sources if none is known yet; None if there is none."""
         if self.first is not None:
             return self.first
         found = next((failure for source in self._sources if (failure := source()) is not None), None)
         return None if found is None else self.report(found, known_to_all=True)
 
     def report(self, failure: PeerFailure, *, known_to_all: bool = False) -> PeerFailure:
-        """Record a failure; the first one counts and is sent to the other ranks.
+        """Records a failure; the first one counts and is sent to the other ranks.
 
         Args:
             failure: The failure.

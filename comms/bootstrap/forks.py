@@ -24,7 +24,7 @@ _all: "weakref.WeakSet[LeftToParent]" = weakref.WeakSet()
 
 
 def leave_to_parent(connected: LeftToParent) -> None:
-    """Call `leave_to_parent` of an object in every fork of this process.
+    """Calls `leave_to_parent` of an object in every fork of this process.
 
     Args:
         connected: The object; a weak reference is kept.
@@ -33,7 +33,7 @@ def leave_to_parent(connected: LeftToParent) -> None:
 
 
 def replace_descriptor(descriptor: int) -> None:
-    """Close a forked child's copy of a descriptor that its owner in C++ may close again later.
+    """Closes a forked child's copy of a descriptor that its owner in C++ may close again later.
 
     /dev/null takes the number, so that no file that the child opens later gets it.
     """
@@ -43,7 +43,7 @@ def replace_descriptor(descriptor: int) -> None:
 
 
 def _in_child() -> None:
-    """Close all registered connections, once, in a forked child."""
+    """Closes all registered connections, once, in a forked child."""
     global _all
     for each in list(_all):
         each.leave_to_parent()

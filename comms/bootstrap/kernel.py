@@ -57,7 +57,7 @@ connections, as after an exit or because of a firewall; nothing is known."""
 
 
 def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
-    """Return the host name (or the one given), the boot id, and the device number of /dev/shm."""
+    """Returns the host name (or the one given), the boot id, and the device number of /dev/shm."""
     memory = Path("/dev/shm")
     return (
         hostname or socket.gethostname(),
@@ -68,7 +68,7 @@ def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
 
 @lru_cache(maxsize=1)
 def own_kernel() -> str:
-    """Return an id of this boot of this host and this network namespace; empty if the kernel does not tell."""
+    """Returns an id of this boot of this host and this network namespace; empty if the kernel does not tell."""
     try:
         boot, network = BOOT_ID.read_text().strip(), NETWORK.stat().st_ino
     except OSError as error:
@@ -80,7 +80,7 @@ def own_kernel() -> str:
 
 
 def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield this process's TCP sockets: the descriptor, and a duplicate that is closed at the next iteration.
+    """Yields this process's TCP sockets: the descriptor, and a duplicate that is closed at the next iteration.
 
     Yields nothing if /proc shows no descriptors.
     """
@@ -108,7 +108,7 @@ def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def outside_connections() -> Iterator[tuple[str, str, socket.socket]]:
-    """Yield this process's TCP connections to other hosts: own address, peer address, and a duplicate of the socket."""
+    """Yields this process's TCP connections to other hosts: own address, peer address, a duplicate of the socket."""
     for _, connection in tcp_sockets():
         # An OSError means that the socket is not connected.
         with suppress(OSError):
@@ -148,7 +148,7 @@ class TcpInfo(NamedTuple):
 
     @classmethod
     def of(cls, connection: socket.socket) -> Self:
-        """Read the counters of a connection.
+        """Reads the counters of a connection.
 
         Args:
             connection: TCP socket.
@@ -168,7 +168,7 @@ class TcpInfo(NamedTuple):
 
 
 def pace(connection: socket.socket, bytes_per_second: float) -> None:
-    """Limit the send rate of a TCP connection. TCP paces by itself if no fq queue does (tcp(7), tc-fq(8)).
+    """Limits the send rate of a TCP connection. TCP paces by itself if no fq queue does (tcp(7), tc-fq(8)).
 
     Args:
         connection: TCP socket.
@@ -179,7 +179,7 @@ def pace(connection: socket.socket, bytes_per_second: float) -> None:
 
 
 def is_listened_at(port: int) -> bool | None:
-    """Return whether anything in this network namespace listens on a TCP port; None if the kernel does not tell."""
+    """Returns whether anything in this network namespace listens on a TCP port; None if the kernel does not tell."""
     known = False
     for table in TABLES:
         try:
@@ -197,7 +197,7 @@ def is_listened_at(port: int) -> bool | None:
 
 
 def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
-    """Return if a process listens: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`. Takes `ALL_CONNECTS_SECONDS` at most.
+    """Returns if a process listens: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`. Takes `ALL_CONNECTS_SECONDS` at most.
 
     Args:
         kernel: `own_kernel()` of that process.
@@ -225,20 +225,20 @@ def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
 
 
 def of_others(addresses: Sequence[str]) -> list[str]:
-    """Return the addresses that are not this host's own: there, some other process could answer."""
+    """Returns the addresses that are not this host's own: there, some other process could answer."""
     own = {*interface_addresses(), LOOPBACK}
     return [each for each in addresses if each not in own]
 
 
 def addresses_to_try(kernel: str, addresses: Sequence[str]) -> list[str]:
-    """Return the addresses to connect to, in order; the loopback first if the process runs on this kernel."""
+    """Returns the addresses to connect to, in order; the loopback first if the process runs on this kernel."""
     if kernel and kernel == own_kernel():
         return [LOOPBACK, *(each for each in addresses if each != LOOPBACK)]
     return of_others(addresses) or list(addresses)
 
 
 def _forget() -> None:
-    """Clear the cache in a forked child, which may move to another network namespace."""
+    """Clears the cache in a forked child, which may move to another network namespace."""
     own_kernel.cache_clear()
 
 

@@ -105,7 +105,7 @@ class Heartbeat:
         ).start()
 
     def end(self) -> None:
-        """Stop sending; any thread may call this."""
+        """Stops sending; any thread may call this."""
         self._ended.set()
 
     def raise_if_silent(self) -> None:
@@ -122,7 +122,7 @@ class Heartbeat:
                 raise failure_error(reason, SILENT, rank)
 
     def send_if_failed(self) -> None:
-        """Send a heartbeat from the ring's thread if the heartbeat thread has failed.
+        """Sends a heartbeat from the ring's thread if the heartbeat thread has failed.
 
         Raises nothing: an error would end the ring, which also works without heartbeats of this rank.
         """
@@ -137,7 +137,7 @@ class Heartbeat:
         self._failed = True
 
     def _run(self) -> None:
-        """Send heartbeats until `end`; the heartbeat thread."""
+        """Sends heartbeats until `end`; the heartbeat thread."""
         before = time.monotonic()
         while not self._ended.wait(self._seconds):
             now = time.monotonic()
@@ -224,7 +224,7 @@ class LivenessRing:
         self.thread.start()
 
     def close(self, *, orderly: bool = True) -> None:
-        """Leave the ring.
+        """Leaves the ring.
 
         Args:
             orderly: No launch is in flight, so the neighbours are sent a shutdown message. Otherwise they see this rank
@@ -248,7 +248,7 @@ class LivenessRing:
         self._connections.close_in_child()
 
     def poll_closed(self) -> None:
-        """Add ranks whose connections have ended to `closed`, without waiting for any.
+        """Adds ranks whose connections have ended to `closed`, without waiting for any.
 
         Called only from the ring's thread, after `on_failure` was called: the ring itself no longer reads then.
         """
@@ -278,13 +278,13 @@ class LivenessRing:
                     self.closed.add(_sure(peer.rank))
 
     def _fail(self, error: BaseException) -> None:
-        """Stop the heartbeats and close all connections, in case the ring's thread failed before it did so."""
+        """Stops the heartbeats and closes all connections, in case the ring's thread failed before it did so."""
         if self._heartbeat is not None:
             self._heartbeat.end()
         self._connections.close()
 
     def _run(self) -> None:
-        """Run the ring until it is closed or a rank has failed; the ring's thread."""
+        """Runs the ring until it is closed or a rank has failed; the ring's thread."""
         with selectors.DefaultSelector() as selector:
             self._connections.selector = selector
             try:
@@ -336,7 +336,7 @@ class LivenessRing:
             self._connections.hang_up(each)
 
     def _poll(self, selector: selectors.BaseSelector) -> None:
-        """Handle what arrives until the next check is due, then check everything once.
+        """Handles what arrives until the next check is due, then checks everything once.
 
         Raises:
             PeerError: A rank has failed.
@@ -363,7 +363,7 @@ class LivenessRing:
         self._records.raise_if_peer_left(self._launches())
 
     def _receive(self, connection: socket.socket, peer: PeerConnection) -> None:
-        """Read a connection that is readable.
+        """Reads a connection that is readable.
 
         Raises:
             PeerError: A rank has failed.
@@ -381,7 +381,7 @@ class LivenessRing:
                 self._report_closed(_sure(peer.rank), ended)
 
     def _handle(self, connection: socket.socket, peer: PeerConnection) -> bool:
-        """Handle the bytes in `peer.received` and return whether the connection stays open.
+        """Handles the bytes in `peer.received` and returns whether the connection stays open.
 
         Raises:
             PeerError: The rank at the other end has reported a failure.
@@ -410,7 +410,7 @@ class LivenessRing:
         return not kind or (kind in (SHUTDOWN, FAILED) and len(body) <= 4 + LONGEST_FAILURE_NBYTES)
 
     def _report_closed(self, rank: int, ended: str) -> None:
-        """Report a rank whose connection has ended, unless it has shut down in order.
+        """Reports a rank whose connection has ended, unless it has shut down in order.
 
         A connection may break though both processes live: a process that still listens has not exited.
 
@@ -446,7 +446,7 @@ class LivenessRing:
                 self._connections.send(connection, FAILED + len(packed).to_bytes(4, "big") + packed)
 
     def _send_shutdown(self) -> None:
-        """Send the shutdown message to the neighbours, and record it in the store for a rank that connects later."""
+        """Sends the shutdown message to the neighbours, and records it in the store for a rank that connects later."""
         if (known := self._failures.first) is not None and known.source != OVER:
             log.debug("rank %d sends no shutdown message, as all know of the failure: %s", self._rank, known.reason)
             return
@@ -474,6 +474,6 @@ class LivenessRing:
 
 
 def _sure(rank: int | None) -> int:
-    """Return the rank of a connection whose handshake is complete, for the type checker."""
+    """Returns the rank of a connection whose handshake is complete, for the type checker."""
     assert rank is not None
     return rank

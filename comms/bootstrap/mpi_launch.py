@@ -53,7 +53,7 @@ class MpiPlace:
 
 
 def load_mpi() -> ModuleType:
-    """Import mpi4py's MPI module, which initialises MPI with thread support.
+    """Imports mpi4py's MPI module, which initialises MPI with thread support.
 
     Raises:
         RuntimeError: mpi4py or its MPI library is not installed.
@@ -109,7 +109,7 @@ def init_mpi_process_group(backend: str | None = None, timeout: timedelta = DEFA
 
 
 def open_store(place: MpiPlace, timeout: timedelta) -> TCPStore:
-    """Serve the store on rank 0, or connect to it on the others.
+    """Serves the store on rank 0, or connects to it on the others.
 
     Args:
         place: Result of `find_place`, whose port rank 0 has reserved.
@@ -126,7 +126,7 @@ def open_store(place: MpiPlace, timeout: timedelta) -> TCPStore:
 
 
 def _address(one_node: bool) -> str:
-    """Return the address at which other nodes reach this host; the loopback if there is only one node."""
+    """Returns the address at which other nodes reach this host; the loopback if there is only one node."""
     if one_node:
         return "127.0.0.1"
     name = socket.gethostname()
@@ -163,7 +163,7 @@ def _hold_port() -> int:
 def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options: object
 ) -> "Iterator[tuple[TCPStore, int, int]]":
-    """Handle torch's rendezvous `mpi://`: yield the store, this rank, and the number of ranks.
+    """Handles torch's rendezvous `mpi://`: yields the store, this rank, and the number of ranks.
 
     Args:
         url: The text `mpi://`, which selects this rendezvous.

@@ -17,7 +17,7 @@ Nodes = Sequence[Sequence[PeerInfo]]
 
 
 def describe_nics(infos: Sequence[PeerInfo], config: Config) -> tuple[str, ...]:
-    """Return a line with the NICs by local rank, and one line per problem; only the reasons if no NIC is known.
+    """Returns a line with the NICs by local rank, and one line per problem; only the reasons if no NIC is known.
 
     Args:
         infos: Infos of all ranks, in rank order.
@@ -33,7 +33,7 @@ def describe_nics(infos: Sequence[PeerInfo], config: Config) -> tuple[str, ...]:
 
 
 def interface_of(infos: Sequence[PeerInfo], rank: int, config: Config) -> str | None:
-    """Return the network interface for gloo on this rank; None if `nics` leaves the choice to gloo.
+    """Returns the network interface for gloo on this rank; None if `nics` leaves the choice to gloo.
 
     Args:
         infos: Infos of all ranks, in rank order.
@@ -57,7 +57,7 @@ def interface_of(infos: Sequence[PeerInfo], rank: int, config: Config) -> str | 
 
 
 def _unknown(infos: Sequence[PeerInfo]) -> tuple[str, ...]:
-    """Return a line for each reason why a NIC is unknown, with its ranks."""
+    """Returns a line for each reason why a NIC is unknown, with its ranks."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for info in infos:
         if info.hardware.nic_unknown:
@@ -66,7 +66,7 @@ def _unknown(infos: Sequence[PeerInfo]) -> tuple[str, ...]:
 
 
 def _by_local_rank(nodes: Nodes) -> str:
-    """Format the NICs: `NIC by local rank: mlx5_0, mlx5_1 on all 2 nodes`, with a part for each kind of node."""
+    """Formats the NICs: `NIC by local rank: mlx5_0, mlx5_1 on all 2 nodes`, with a part for each kind of node."""
     rows: Mapping[tuple[str, ...], list[int]] = defaultdict(list)
     for number, node in enumerate(nodes):
         rows[tuple(info.hardware.nic or UNKNOWN for info in node)].append(number)
@@ -80,7 +80,7 @@ def _by_local_rank(nodes: Nodes) -> str:
 
 
 def _shared(nodes: Nodes) -> list[str]:
-    """Return a line for each node on which ranks share a NIC while an equally fast one is idle."""
+    """Returns a line for each node on which ranks share a NIC while an equally fast one is idle."""
     # Imported here: not needed if no NIC is known.
     from gradwire.topology.assign import nic_sharing
 
@@ -90,7 +90,7 @@ def _shared(nodes: Nodes) -> list[str]:
 
 
 def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
-    """Return a line that names the nodes with several NICs of which gloo would use one."""
+    """Returns a line that names the nodes with several NICs of which gloo would use one."""
     if config.nics == NIC_PER_RANK or config.transport_name == "mpi":
         return []
     several = [

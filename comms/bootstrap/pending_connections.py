@@ -34,7 +34,7 @@ _CLOSED = {errno.EBADF, errno.EINVAL}
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """Accept the next connection; None if the client has disconnected or no descriptor is left.
+    """Accepts the next connection; None if the client has disconnected or no descriptor is left.
 
     Args:
         listener: Non-blocking listening socket.
@@ -54,7 +54,7 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def to_close(since: Mapping[socket.socket, float]) -> list[socket.socket]:
-    """Return the unidentified connections to close: those older than `PENDING_SECONDS`, or beyond `MOST_PENDING`.
+    """Returns the unidentified connections to close: those older than `PENDING_SECONDS`, or beyond `MOST_PENDING`.
 
     Args:
         since: Unidentified connection -> when it was accepted, in monotonic seconds; oldest first.
@@ -123,7 +123,7 @@ class PendingConnections:
         return complete
 
     def close(self) -> None:
-        """Close all unidentified connections."""
+        """Closes all unidentified connections."""
         for each in list(self._received):
             self._release(each)
             each.close()
@@ -148,7 +148,7 @@ class PendingConnections:
         return seconds
 
     def _greet(self, connection: socket.socket) -> None:
-        """Send the greeting; the empty buffer of a new connection takes it whole."""
+        """Sends the greeting; the empty buffer of a new connection takes it whole."""
         self._greeted[connection] = b"" if self._greeting is None else self._greeting()
         try:
             connection.send(self._greeted[connection])
@@ -157,7 +157,7 @@ class PendingConnections:
             log.debug("a client has disconnected: %s", error)
 
     def _receive(self, connection: socket.socket) -> bool:
-        """Read what has arrived; return whether nothing more is expected from this connection."""
+        """Reads what has arrived; returns whether nothing more is expected from this connection."""
         accepted, received = self._received[connection]
         try:
             more = connection.recv(self._missing(received))
@@ -170,7 +170,7 @@ class PendingConnections:
         return not more or not self._missing(received + more)
 
     def _release(self, connection: socket.socket) -> bytes:
-        """Stop watching a connection, make it blocking, and return its greeting and the bytes received."""
+        """Stops watching a connection, makes it blocking, and returns its greeting and the bytes received."""
         self._selector.unregister(connection)
         connection.setblocking(True)
         return self._greeted.pop(connection) + self._received.pop(connection)[1]

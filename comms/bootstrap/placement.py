@@ -72,7 +72,7 @@ class PeerInfo:
     def here(
         cls, rank: int, size: int, config: Config, device: torch.device, *, known: Hardware | None = None
     ) -> "PeerInfo":
-        """Return the info of this process.
+        """Returns the info of this process.
 
         Args:
             rank: Rank in the group.
@@ -98,7 +98,7 @@ class PeerInfo:
 
 @lru_cache(maxsize=8)
 def hardware(local_rank: int | None, device_type: str) -> Hardware:
-    """Read this host's topology, once a process: bandwidth inside and outwards, and the nearest NIC. Measures nothing.
+    """Reads this host's topology, once a process: bandwidth inside and outwards, and the nearest NIC. Measures nothing.
 
     Args:
         local_rank: Index of this rank on its host; None if the launcher did not set it.
@@ -109,7 +109,7 @@ def hardware(local_rank: int | None, device_type: str) -> Hardware:
 
 
 def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
-    """Build the cluster: the place of each rank, and links with configured, detected or default speeds.
+    """Builds the cluster: the place of each rank, and links with configured, detected or default speeds.
 
     For CUDA the links are NCCL's: its latencies over NVLink, PCIe and the kind of network, the NICs that the nodes'
     GPUs drive, and the fabric if all ranks know theirs; NVLink between the hosts of one NVLink domain. Several such
@@ -162,7 +162,7 @@ def _nvls_possible(device: torch.device) -> bool:
 
 
 def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
-    """Return the cluster with other rates of its nodes' links.
+    """Returns the cluster with other rates of its nodes' links.
 
     Args:
         cluster: Cluster of any depth.
@@ -187,7 +187,7 @@ def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
 
 
 def _node_rates(infos: Sequence[PeerInfo], cluster: Cluster) -> list[float]:
-    """Return the send rate of each node, configured or else from its topology; empty if not known for all ranks.
+    """Returns the send rate of each node, configured or else from its topology; empty if not known for all ranks.
 
     For GPUs only configured rates count: the rate in a node's topology depends on which NICs its ranks happen to drive,
     and owners by unequal links were never tried on GPUs.
@@ -200,7 +200,7 @@ def _node_rates(infos: Sequence[PeerInfo], cluster: Cluster) -> list[float]:
 
 
 def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) -> Cluster:
-    """Return a cluster whose lowest level has the link `intra`, and all levels above it `inter`."""
+    """Returns a cluster whose lowest level has the link `intra`, and all levels above it `inter`."""
     links = (intra, *[inter] * len(locations[0]))
     return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
 
@@ -307,7 +307,7 @@ def _common_fabric(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:
 
 
 def _slowest(rates: Sequence[float | None]) -> float | None:
-    """Return the lowest rate; None if one is unknown, because it could be the lowest."""
+    """Returns the lowest rate; None if one is unknown, because it could be the lowest."""
     known = [rate for rate in rates if rate is not None]
     return min(known) if len(known) == len(rates) else None
 

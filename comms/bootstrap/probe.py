@@ -108,7 +108,7 @@ class ProbeServer:
 
     @classmethod
     def open(cls) -> "ProbeServer":
-        """Return the process-wide server and increment its reference count; pair with `close()`."""
+        """Returns the process-wide server and increments its reference count; pair with `close()`."""
         with cls._lock:
             server = cls._shared = cls._shared or cls()
             server._users += 1
@@ -132,31 +132,31 @@ class ProbeServer:
             self._listener.close()
 
     def leave_to_parent(self) -> None:
-        """Close this copy of the socket in a forked child; the port belongs to the parent."""
+        """Closes this copy of the socket in a forked child; the port belongs to the parent."""
         self._listener.close()
 
     def register(self, generation: str, rank: int) -> None:
-        """Report `rank` of `generation` as alive to probes from now on."""
+        """Reports `rank` of `generation` as alive to probes from now on."""
         secret = _secret(generation, rank)
         self._secrets[_digest(secret)] = secret
 
     def unregister(self, generation: str, rank: int) -> None:
-        """Report `rank` of `generation` as stopped from now on, and drop the failure that was reported to it."""
+        """Reports `rank` of `generation` as stopped from now on, and drops the failure that was reported to it."""
         self._secrets.pop(_digest(_secret(generation, rank)), None)
         self._reported.pop(_secret(generation, rank), None)
 
     def reported_failure(self, generation: str, rank: int) -> PeerFailure | None:
-        """Return the first failure that a peer has reported to `rank` of `generation`, or None."""
+        """Returns the first failure that a peer has reported to `rank` of `generation`, or None."""
         return self._reported.get(_secret(generation, rank))
 
     def _fail(self, error: BaseException) -> None:
-        """Keep the port open after the thread has failed: a closed port would look like an exited process."""
+        """Keeps the port open after the thread has failed: a closed port would look like an exited process."""
         self._failed = True
         if self._closed:
             self._listener.close()
 
     def _serve(self) -> None:
-        """Accept and answer connections until the server is closed; the background thread."""
+        """Accepts and answers connections until the server is closed; the background thread."""
         with closing(PendingConnections(self._listener, self._missing_nbytes, _greeting)) as pending:
             while not self._closed:
                 try:
@@ -175,7 +175,7 @@ class ProbeServer:
         self._listener.close()
 
     def _missing_nbytes(self, received: bytes) -> int:
-        """Return how many bytes of a request are still to be read; 0 if it is complete or not for this process."""
+        """Returns how many bytes of a request are still to be read; 0 if it is complete or not for this process."""
         digest, kind, nbytes = (received[:DIGEST_NBYTES], received[_HEAD_NBYTES - 1 :][:1], received[_HEAD_NBYTES:][:4])
         if not kind:
             return _HEAD_NBYTES - len(received)
@@ -190,7 +190,7 @@ class ProbeServer:
         return _HEAD_NBYTES + 4 + longest + PROOF_NBYTES - len(received)
 
     def _answer(self, connection: socket.socket, received: bytes) -> None:
-        """Answer one request. A request with a wrong proof is dropped.
+        """Answers one request. A request with a wrong proof is dropped.
 
         Args:
             connection: The client's connection, which the caller closes.
@@ -241,7 +241,7 @@ class PeerAddress:
 
     @classmethod
     def here(cls, port: int, toward: str | None, seconds: float = LOOK_UP_SECONDS) -> "PeerAddress":
-        """Return the address of a port of this process.
+        """Returns the address of a port of this process.
 
         Args:
             port: TCP port.
@@ -251,7 +251,7 @@ class PeerAddress:
         return cls(port, tuple(own_addresses(toward, seconds)), own_kernel())
 
     def state(self) -> str:
-        """Return whether a process listens there, as far as this host's kernel or a connection attempt can tell.
+        """Returns whether a process listens there, as far as this host's kernel or a connection attempt can tell.
 
         Returns:
             `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN` of kernel.py. May take some seconds.
@@ -259,12 +259,12 @@ class PeerAddress:
         return listener_state(self.kernel, self.port, self.addresses)
 
     def to_try(self) -> list[str]:
-        """Return the IP addresses to connect to, best first; the loopback first if the process is on this host."""
+        """Returns the IP addresses to connect to, best first; the loopback first if the process is on this host."""
         return addresses_to_try(self.kernel, self.addresses)
 
     @classmethod
     def unpacked(cls, text: bytes) -> "PeerAddress":
-        """Parse what `packed` returned on another rank.
+        """Parses what `packed` returned on another rank.
 
         Raises:
             MessageError: The bytes are malformed.
@@ -298,7 +298,7 @@ class PeerTable:
     server: ProbeServer | None = None
 
     def probe_targets(self, members: Sequence[int]) -> list[int]:
-        """Pick the ranks to probe when the store is unreachable.
+        """Picks the ranks to probe when the store is unreachable.
 
         These are two ranks of this node, rank 0, more of this node, neighbours of this rank among `members`, and
         neighbours among all ranks: `MOST_PROBES` in all.
@@ -311,14 +311,14 @@ class PeerTable:
         return sorted(list(found)[:MOST_PROBES])
 
     def _around(self, ranks: Sequence[int]) -> list[int]:
-        """Return up to 17 of `ranks`: the closest around this rank, or the first 16 if it is not among them."""
+        """Returns up to 17 of `ranks`: the closest around this rank, or the first 16 if it is not among them."""
         if self.rank not in ranks:
             return list(ranks[: MOST_PROBES // 4])
         index = ranks.index(self.rank)
         return list(ranks[max(0, index - MOST_PROBES // 8) : index + MOST_PROBES // 8 + 1])
 
     def probe(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Probe ranks in parallel; takes some seconds at most, however many they are.
+        """Probes ranks in parallel; takes some seconds at most, however many they are.
 
         Args:
             ranks: Ranks to probe. Only the first `MOST_PROBES` with a known address are probed.
@@ -338,11 +338,11 @@ class PeerTable:
         return found | {rank: ENDED for rank in refused if self.addresses[rank].kernel in reachable_hosts - {""}}
 
     def exited(self, ranks: Sequence[int]) -> list[int]:
-        """Probe ranks and return those whose process has exited or has left the group, in ascending order."""
+        """Probes ranks and returns those whose process has exited or has left the group, in ascending order."""
         return sorted(rank for rank, outcome in self.probe(ranks).items() if outcome == ENDED)
 
     def _of_their_hosts(self, ranks: Sequence[int]) -> list[int]:
-        """Return up to `INDIRECT_PROBES` other ranks of each host on which one of `ranks` runs."""
+        """Returns up to `INDIRECT_PROBES` other ranks of each host on which one of `ranks` runs."""
         hosts: dict[str, list[int]] = {self.addresses[rank].kernel: [] for rank in ranks}
         for rank, address in self.addresses.items():
             if address.kernel in hosts and rank not in ranks and len(hosts[address.kernel]) < INDIRECT_PROBES:
@@ -350,7 +350,7 @@ class PeerTable:
         return [rank for few in hosts.values() for rank in few]
 
     def notify(self, ranks: Sequence[int], failure: PeerFailure) -> None:
-        """Notify peers of a failure. A peer that cannot be reached is skipped.
+        """Notifies peers of a failure. A peer that cannot be reached is skipped.
 
         Args:
             ranks: Ranks to notify. Only the first `MOST_PROBES` with a known address are notified.
@@ -360,11 +360,11 @@ class PeerTable:
         self._send_to_all(ranks, NOTIFY + len(packed).to_bytes(4, "big") + packed)
 
     def reported_failure(self) -> PeerFailure | None:
-        """Return the first failure that a peer has reported to this rank directly, or None."""
+        """Returns the first failure that a peer has reported to this rank directly, or None."""
         return None if self.server is None else self.server.reported_failure(self.generation, self.rank)
 
     def _send_to_all(self, ranks: Sequence[int], request: bytes) -> dict[int, str]:
-        """Send one request to several ranks, a thread for each, and return the outcome by rank."""
+        """Sends one request to several ranks, a thread for each, and returns the outcome by rank."""
         # Invariant: at most MOST_PROBES threads and connections at a time.
         known = [rank for rank in ranks if rank in self.addresses][:MOST_PROBES]
         if not known:
@@ -373,7 +373,7 @@ class PeerTable:
         return dict(zip(known, found, strict=True))
 
     def _send(self, rank: int, request: bytes) -> str:
-        """Send one request to a rank, trying its addresses in order, and return the outcome."""
+        """Sends one request to a rank, trying its addresses in order, and returns the outcome."""
         peer = self.addresses[rank]
         if listener_state(peer.kernel, peer.port, ()) == ENDED_HERE:
             return ENDED
@@ -410,7 +410,7 @@ class Backoff:
         self._next = time.monotonic() + self._pause
 
     def is_due(self) -> bool:
-        """Return whether a check is due, and if so schedule the next one."""
+        """Returns whether a check is due, and if so schedule the next one."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -449,13 +449,13 @@ class PeerWait:
         self._backoff = Backoff()
 
     def _exited(self) -> list[int]:
-        """Return the indices of members that have exited; empty if no check is due."""
+        """Returns the indices of members that have exited; empty if no check is due."""
         if self._find_exited is None or not self._backoff.is_due():
             return []
         return sorted(self.members.index(rank) for rank in self._find_exited(self._others))
 
     def exited_among(self, ranks: Sequence[int]) -> list[int]:
-        """Check some ranks now and return those that have exited. `Agreement` calls this for the few it waits for.
+        """Checks some ranks now and returns those that have exited. `Agreement` calls this for the few it waits for.
 
         Raises:
             PeerError: Another rank has aborted.
@@ -465,7 +465,7 @@ class PeerWait:
         return [] if self._find_exited is None else self._find_exited(ranks)
 
     def abort_reason(self, *, at_once: bool = False) -> str | None:
-        """Return the reason why another rank has aborted, or None if none has or no check is due.
+        """Returns the reason why another rank has aborted, or None if none has or no check is due.
 
         Args:
             at_once: Check now. Needed before naming a rank that has exited: it may have exited because of the abort.
@@ -477,7 +477,7 @@ class PeerWait:
         return self._abort_reason()
 
     def describe(self, exited: Sequence[int], when: str) -> str:
-        """Return the error message for members that have exited: another rank's abort reason, or else their numbers.
+        """Returns the error message for members that have exited: another rank's abort reason, or else their numbers.
 
         Args:
             exited: Indices of the members that have exited.
@@ -504,7 +504,7 @@ class PeerWait:
 
 
 def _close_in_child() -> None:
-    """Close the server's socket in a forked child: else peers of an exited parent would wait for a reply."""
+    """Closes the server's socket in a forked child: else peers of an exited parent would wait for a reply."""
     # Another thread may have held the lock at the fork, and does not exist here.
     ProbeServer._lock = threading.RLock()
     if ProbeServer._shared is not None:
@@ -516,7 +516,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _secret(generation: str, rank: int) -> bytes:
-    """Return the key of the HMAC proofs between a rank of a generation and its peers."""
+    """Returns the key of the HMAC proofs between a rank of a generation and its peers."""
     return generation.encode()[:GENERATION_NBYTES].ljust(GENERATION_NBYTES, b"\0") + rank.to_bytes(4, "big")
 
 
@@ -525,7 +525,7 @@ def _digest(secret: bytes) -> bytes:
 
 
 def _request(connection: socket.socket, secret: bytes, request: bytes) -> bytes:
-    """Send a request to a probe server and check the proof of its reply.
+    """Sends a request to a probe server and checks the proof of its reply.
 
     Args:
         connection: Connection to the server's port.
@@ -551,7 +551,7 @@ def _request(connection: socket.socket, secret: bytes, request: bytes) -> bytes:
 
 
 def _receive(connection: socket.socket, nbytes: int) -> bytes:
-    """Receive `nbytes` bytes; fewer if the other end closes the connection before."""
+    """Receives `nbytes` bytes; fewer if the other end closes the connection before."""
     received = b""
     while len(received) < nbytes and (more := connection.recv(nbytes - len(received))):
         received += more

@@ -115,11 +115,11 @@ class PeerInfos(Sequence[PeerInfo]):
 
     @classmethod
     def of(cls, peer_infos: Iterable[PeerInfo], generation: str) -> "PeerInfos":
-        """Make the table of infos given in rank order."""
+        """Makes the table of infos given in rank order."""
         return cls(generation, _columns([json.dumps(asdict(info)) for info in peer_infos]))
 
     def __len__(self) -> int:
-        """Return the number of ranks."""
+        """Returns the number of ranks."""
         return len(next(iter(self._columns.values()))[1])
 
     @overload
@@ -127,7 +127,7 @@ class PeerInfos(Sequence[PeerInfo]):
     @overload
     def __getitem__(self, index: slice) -> list[PeerInfo]: ...
     def __getitem__(self, index: int | slice) -> PeerInfo | list[PeerInfo]:
-        """Return the info of a rank, or a list for a slice."""
+        """Returns the info of a rank, or a list for a slice."""
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         rank = range(len(self))[index]
@@ -135,7 +135,7 @@ class PeerInfos(Sequence[PeerInfo]):
         return PeerInfo(rank=rank, **own)
 
     def __eq__(self, other: object) -> bool:
-        """Compare the infos; the generation does not count."""
+        """Compares the infos; the generation does not count."""
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # as of a list
@@ -146,7 +146,7 @@ class PeerInfos(Sequence[PeerInfo]):
 
     @classmethod
     def unpack(cls, generation: str, packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> "PeerInfos":
-        """Parse what `pack` returned on another rank.
+        """Parses what `pack` returned on another rank.
 
         Args:
             generation: Generation id of the result.
@@ -166,7 +166,7 @@ Column = tuple[list[str], "array[int]"]
 def exchange(
     store: Store, own: PeerInfo, timeout: timedelta, server: ProbeServer | None = None, ended: FindExited | None = None
 ) -> PeerInfos:
-    """Publish this rank's info and return the infos of all ranks.
+    """Publishes this rank's info and returns the infos of all ranks.
 
     Args:
         store: Store shared by all ranks, with a prefix of its own.
@@ -217,12 +217,12 @@ class _Rank:
         self._warns_at = time.monotonic() + LATE_SECONDS
 
     def leave(self) -> None:
-        """Report this rank as stopped to probes."""
+        """Reports this rank as stopped to probes."""
         if self._server is not None:
             self._server.unregister(self._generation, self._own.rank)
 
     def _publish(self, generation: str) -> None:
-        """Publish this rank's info below a generation id."""
+        """Publishes this rank's info below a generation id."""
         self._generation = generation
         # Register first: peers may probe as soon as the address is published.
         if self._server is not None:
@@ -232,7 +232,7 @@ class _Rank:
         self._store.set(f"{generation}/rank/{self._own.rank}", json.dumps(asdict(self._own)))
 
     def _pack_block(self) -> None:
-        """Pack the infos of this rank's block, if that is its task and all have been published."""
+        """Packs the infos of this rank's block, if that is its task and all have been published."""
         if self._packed:
             return
         keys = [f"{self._generation}/rank/{rank}" for rank in self._block(self._own.rank // BLOCK)]
@@ -245,7 +245,7 @@ class _Rank:
         return range(number * BLOCK, min((number + 1) * BLOCK, self._own.size))
 
     def _refuse(self, reason: str) -> ValueError:
-        """Return the error after the other ranks have read the reason, too: this process may serve the store."""
+        """Returns the error after the other ranks have read the reason, too: this process may serve the store."""
         deadline = time.monotonic() + LINGER_SECONDS
         naps = Naps(self._own.size)
         key = f"{self._generation}/refusals"
@@ -259,7 +259,7 @@ class _Rank:
         return ValueError(reason)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
-        """Probe ranks at the addresses they have published, now or in an earlier group, and return those that exited.
+        """Probes ranks at the addresses they have published, now or in an earlier group, and returns those that exited.
 
         Args:
             ranks: Ranks to probe; those without a known address are skipped.
@@ -280,7 +280,7 @@ class _Rank:
         return sorted(found)
 
     def _warn_once(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Log once, after `LATE_SECONDS`, which ranks all wait for.
+        """Logs once, after `LATE_SECONDS`, which ranks all wait for.
 
         Args:
             missing: Returns those ranks.
@@ -313,7 +313,7 @@ class _Leader(_Rank):
     """Rank 0: draws the generation id, and decides the outcome."""
 
     def run(self) -> PeerInfos:
-        """Return the infos of all ranks once they have joined; otherwise publish for all ranks why they cannot."""
+        """Returns the infos of all ranks once they have joined; otherwise publishes for all ranks why they cannot."""
         self._announce(uuid.uuid4().hex[:GENERATION_NBYTES])
         self._publish(self._generation)
         blocks = [f"{self._generation}/block/{number}" for number in range(-(-self._own.size // BLOCK))]
@@ -348,7 +348,7 @@ class _Leader(_Rank):
         return found
 
     def _announce(self, generation: str, outcome: dict[str, object] | None = None) -> None:
-        """Publish rank 0's record under `ROUND`, for the other ranks to follow.
+        """Publishes rank 0's record under `ROUND`, for the other ranks to follow.
 
         Args:
             generation: Generation id.
@@ -368,7 +368,7 @@ class _Leader(_Rank):
         return self._ended_before is not None or self._own.size > BLOCK
 
     def _missing(self, blocks: Sequence[str], most: int | None = None) -> list[int]:
-        """Return the ranks that have published nothing, and packers that have not packed; about `most` of them."""
+        """Returns the ranks that have published nothing, and packers that have not packed; about `most` of them."""
         missing: list[int] = []
         for number, block in enumerate(blocks):
             if most is not None and len(missing) >= most:
@@ -384,7 +384,7 @@ class _Follower(_Rank):
     """Every other rank: follows the generation id of rank 0."""
 
     def run(self) -> PeerInfos:
-        """Return the infos of all ranks once rank 0 has published that all have joined, or raise its outcome."""
+        """Returns the infos of all ranks once rank 0 has published that all have joined, or raises its outcome."""
         naps, announced = self._naps(), False
         while True:
             announced = announced or self._store.check([ROUND])
@@ -409,7 +409,7 @@ class _Follower(_Rank):
             naps.sleep(self._deadline)
 
     def _naps(self) -> Naps:
-        """Return the pauses between polls of the store: short for the ranks that pack the infos of a block of ranks."""
+        """Returns the pauses between polls of the store: short for the ranks that pack the infos of a block."""
         return Naps(self._own.size if self._own.rank % BLOCK else -(-self._own.size // BLOCK))
 
     def _probes_leader(self) -> bool:
@@ -433,7 +433,7 @@ class _Follower(_Rank):
             self._store.compare_set(ROUND, text, json.dumps({**record, "outcome": {"ended": [0]}}))
 
     def _follow(self, record: dict[str, Any]) -> None:
-        """Join the generation that rank 0 has published; refuse it if its settings differ from this rank's.
+        """Joins the generation that rank 0 has published; refuses it if its settings differ from this rank's.
 
         If an earlier start of the job has left it unfinished, a later record of rank 0 replaces it. This rank's
         deadline is extended beyond rank 0's, so that rank 0 times out first and all ranks name the same missing ranks.
@@ -447,7 +447,7 @@ class _Follower(_Rank):
         self._deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS + Naps(self._own.size).longest
 
     def _finish(self, outcome: dict[str, Any]) -> PeerInfos:
-        """Read the table of infos, or raise the error that rank 0 has published as the outcome."""
+        """Reads the table of infos, or raises the error that rank 0 has published as the outcome."""
         if "refused" in outcome:
             raise self._refuse(outcome["refused"])
         if "missing" in outcome:
@@ -457,7 +457,7 @@ class _Follower(_Rank):
         return PeerInfos.unpack(self._generation, self._store.read(f"{self._generation}/all"))
 
     def _timed_out(self) -> RuntimeError:
-        """Return the error after this rank's timeout: rank 0 did not join, or did not finish."""
+        """Returns the error after this rank's timeout: rank 0 did not join, or did not finish."""
         if not self._generation:
             return self._did_not_join([0])
         return RuntimeError(
@@ -467,7 +467,7 @@ class _Follower(_Rank):
 
 
 def _misfit(own: PeerInfo, record: dict[str, Any]) -> str | None:
-    """Return the error message if a setting differs between a rank and rank 0, else None."""
+    """Returns the error message if a setting differs between a rank and rank 0, else None."""
     if own.size != record["size"]:
         return _mismatch("world_size", own.rank, own.size, record["size"])
     if own.device != record["device"]:
@@ -491,7 +491,7 @@ def _mismatch(name: str, rank: int, here: object, there: object) -> str:
 
 
 def _columns(texts: Sequence[str]) -> dict[str, Column]:
-    """Make a column for every field of `PeerInfo` but `rank`: its distinct values, and each rank's index among them.
+    """Makes a column for every field of `PeerInfo` but `rank`: its distinct values, and each rank's index among them.
 
     Args:
         texts: Each rank's `PeerInfo` as JSON, in rank order.
@@ -537,7 +537,7 @@ def _pack(columns: dict[str, Column]) -> bytes:
 
 
 def _unpack(packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> dict[str, Column]:
-    """Parse what `_pack` returned.
+    """Parses what `_pack` returned.
 
     Raises:
         MessageError: The bytes are malformed.
@@ -559,7 +559,7 @@ def _unpack(packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> dict[str, Co
 
 
 def _little(numbers: "array[int]") -> "array[int]":
-    """Swap bytes in place on big-endian hosts, so that 4-byte numbers are little-endian in the table; return them."""
+    """Swaps bytes in place on big-endian hosts, so that 4-byte numbers are little-endian in the table; returns them."""
     assert numbers.itemsize == 4
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -10,7 +10,7 @@ _WANTED = f"gradwire needs torch {OLDEST[0]}.{OLDEST[1]} or newer"
 
 
 def require_torch() -> None:
-    """Import torch, or raise an error that says how to install it.
+    """Imports torch, or raises an error that says how to install it.
 
     Raises:
         ModuleNotFoundError: torch is not installed.
@@ -29,7 +29,7 @@ def require_torch() -> None:
 
 
 def too_old(version: str) -> str | None:
-    """Return an error message if a release of torch is too old, else None.
+    """Returns an error message if a release of torch is too old, else None.
 
     Args:
         version: Value of `torch.__version__`: `2.13.0+cpu`, `2.16.0a0+git1234`.

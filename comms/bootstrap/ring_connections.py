@@ -78,7 +78,7 @@ _RECORD: MessageType[tuple[int, tuple[str, ...], str, str]] = MessageType(
 
 
 def rank_state(store: Store, rank: int) -> str:
-    """Ask the kernel of a rank's host whether its process lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`.
+    """Asks the kernel of a rank's host whether its process lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`.
 
     Args:
         store: Store of the ring.
@@ -98,7 +98,7 @@ def rank_state(store: Store, rank: int) -> str:
 
 
 def _record(text: bytes) -> tuple[PeerAddress, bytes]:
-    """Parse a rank's record: its address and its secret.
+    """Parses a rank's record: its address and its secret.
 
     Raises:
         MessageError: The record is malformed.
@@ -127,7 +127,7 @@ class MemberRecords:
         self._rank = rank
 
     def publish(self, port: int, token: bytes) -> None:
-        """Publish this rank's record. Does not wait for a resolver: addresses that take long to find are left out."""
+        """Publishes this rank's record. Does not wait for a resolver: addresses that take long to find are left out."""
         toward = self._store.host if isinstance(self._store, PollingStore) else None
         address = PeerAddress.here(port, toward, 0.0)
         self._store.set(f"alive/{self._rank}", json.dumps([*astuple(address), token.hex()]))
@@ -144,7 +144,7 @@ class MemberRecords:
             log.debug("the store was unreachable when rank %d shut down: %s", self._rank, error)
 
     def has_joined(self, rank: int) -> bool:
-        """Return whether a rank has published its record.
+        """Returns whether a rank has published its record.
 
         Raises:
             RuntimeError: The store is unreachable.
@@ -152,7 +152,7 @@ class MemberRecords:
         return self._store.check([f"alive/{rank}"])
 
     def address_of(self, rank: int) -> tuple[PeerAddress, bytes]:
-        """Return the address and the secret of a rank that has joined.
+        """Returns the address and the secret of a rank that has joined.
 
         Raises:
             RuntimeError: The store is unreachable.
@@ -173,11 +173,11 @@ class MemberRecords:
         return True
 
     def state_of(self, rank: int) -> str:
-        """Return whether a rank's process lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN` of kernel.py."""
+        """Returns whether a rank's process lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN` of kernel.py."""
         return rank_state(self._store, rank)
 
     def raise_if_peer_left(self, started: int) -> None:
-        """Raise `PeerError` if a rank shut down before a launch that this rank has started.
+        """Raises `PeerError` if a rank shut down before a launch that this rank has started.
 
         Args:
             started: Launches that this rank has started.
@@ -219,7 +219,7 @@ class PeerConnection:
     connecting: bool = False
 
     def proof_of(self, end: str) -> bytes:
-        """Return the proof, valid in this connection only, that one end knows the accepting rank's secret.
+        """Returns the proof, valid in this connection only, that one end knows the accepting rank's secret.
 
         Args:
             end: `caller` for the connecting end, `called` for the accepting end.
@@ -257,17 +257,17 @@ class RingConnections:
         self.listener.setblocking(False)
 
     def listen(self) -> None:
-        """Let the selector watch the listener and `wake`."""
+        """Lets the selector watch the listener and `wake`."""
         assert self.selector is not None
         self.selector.register(self._woken, selectors.EVENT_READ)
         self.selector.register(self.listener, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """End a wait of the selector."""
+        """Ends a wait of the selector."""
         self._waker.close()
 
     def close(self) -> None:
-        """Close all sockets."""
+        """Closes all sockets."""
         with self.send_lock:
             self.close_in_child()
 
@@ -292,7 +292,7 @@ class RingConnections:
             self.add(accepted, PeerConnection(None, False, self.token, time.monotonic()))
 
     def add(self, connection: socket.socket, peer: PeerConnection) -> None:
-        """Watch a connection that was accepted, or that is being made (`peer.connecting`)."""
+        """Watches a connection that was accepted, or that is being made (`peer.connecting`)."""
         if not peer.connecting:
             _configure(connection)
         self.peers[connection] = peer
@@ -376,11 +376,11 @@ class RingConnections:
         return peer.reply + peer.proof_of("called")
 
     def _has(self, rank: int) -> bool:
-        """Return whether a rank has connected to this one and proved that it is that rank."""
+        """Returns whether a rank has connected to this one and proved that it is that rank."""
         return any(each.known and not each.dialled and each.rank == rank for each in self.peers.values())
 
     def hang_up(self, connection: socket.socket) -> None:
-        """Close a connection."""
+        """Closes a connection."""
         assert self.selector is not None
         self.selector.unregister(connection)
         del self.peers[connection]
@@ -388,7 +388,7 @@ class RingConnections:
             connection.close()
 
     def send(self, connection: socket.socket, data: bytes) -> None:
-        """Send bytes to the other end; a broken connection is ignored here and shows when it is read."""
+        """Sends bytes to the other end; a broken connection is ignored here and shows when it is read."""
         try:
             with self.send_lock:
                 connection.sendall(data)
@@ -484,7 +484,7 @@ class Dialer:
             each.settled = each.settled or each.answered
 
     def advance(self) -> None:
-        """Start or give up connection attempts, as far as that is possible without waiting for a neighbour.
+        """Starts or gives up connection attempts, as far as that is possible without waiting for a neighbour.
 
         Raises:
             PeerError: The process of a neighbour exited before it was reached.
@@ -494,7 +494,7 @@ class Dialer:
                 self._dial(neighbour)
 
     def _dial(self, neighbour: Neighbour) -> None:
-        """Try the next address of a neighbour, unless the attempt at the last one still has time."""
+        """Tries the next address of a neighbour, unless the attempt at the last one still has time."""
         for connection, peer in list(self._connections.peers.items()):
             if peer.dialled and peer.rank == neighbour.rank:
                 limit = CONNECT_SECONDS if peer.connecting else ANSWER_SECONDS
@@ -533,7 +533,7 @@ class Dialer:
         )
 
     def check_next(self) -> None:
-        """Report the next rank as failed if it exited before it was connected, or stayed unreachable too long.
+        """Reports the next rank as failed if it exited before it was connected, or stayed unreachable too long.
 
         Ranks of other hosts are exempt from the first: a refused connection proves nothing there.
 
@@ -555,7 +555,7 @@ class Dialer:
             raise failure_error(f"rank {following.rank} is unreachable", UNREACHED)
 
     def _find(self, neighbour: Neighbour) -> bool:
-        """Poll the store for a neighbour's addresses and return whether they are published."""
+        """Polls the store for a neighbour's addresses and returns whether they are published."""
         try:
             if not self._records.has_joined(neighbour.rank):
                 self._nap_seconds = min(2 * self._nap_seconds, self._poll_seconds)
@@ -572,7 +572,7 @@ class Dialer:
 
 
 def start_connecting(address: str, port: int) -> socket.socket:
-    """Start a TCP connection and return its non-blocking socket; it is writable once the attempt has ended.
+    """Starts a TCP connection and returns its non-blocking socket; it is writable once the attempt has ended.
 
     Args:
         address: IPv4 or IPv6 address.
@@ -594,12 +594,12 @@ def start_connecting(address: str, port: int) -> socket.socket:
 
 
 def failure_error(reason: str, source: str, *ranks: int) -> PeerFailureError:
-    """Make the exception for a failure; `source` is one of the sources in failures.py."""
+    """Makes the exception for a failure; `source` is one of the sources in failures.py."""
     return PeerFailureError(PeerFailure(reason, source, ranks))
 
 
 def _configure(connection: socket.socket) -> None:
-    """Set the timeout and keep-alive of a connected socket."""
+    """Sets the timeout and keep-alive of a connected socket."""
     connection.settimeout(SEND_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -608,5 +608,5 @@ def _configure(connection: socket.socket) -> None:
 
 
 def _claimed(peer: PeerConnection) -> int:
-    """Return the rank that the connecting end claims in its hello."""
+    """Returns the rank that the connecting end claims in its hello."""
     return int.from_bytes(peer.hello[len(GREETING) :][:4], "big")

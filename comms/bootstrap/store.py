@@ -82,7 +82,7 @@ class PollingStore(Store):
         return 0.0 if self._client is None else self._client.silent_seconds
 
     def give_up_if_silent(self, patience: timedelta) -> None:
-        """Check whether another thread's request has been pending for `patience`. Sends no request.
+        """Checks whether another thread's request has been pending for `patience`. Sends no request.
 
         Raises:
             StoreUnreachableError: It has.
@@ -91,11 +91,11 @@ class PollingStore(Store):
             self._client.give_up_if_silent(patience.total_seconds())
 
     def within(self, timeout: timedelta) -> "PollingStore":
-        """Return a view of this store with another timeout of each request; it shares the connection."""
+        """Returns a view of this store with another timeout of each request; it shares the connection."""
         return PollingStore(self._store, timeout, ranks=self._ranks)
 
     def below(self, prefix: str) -> "PollingStore":
-        """Return a view of this store that adds `prefix/` to each key; it shares the connection."""
+        """Returns a view of this store that adds `prefix/` to each key; it shares the connection."""
         return PollingStore(PrefixStore(prefix, self._store), timedelta(seconds=self._seconds), ranks=self._ranks)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -108,7 +108,7 @@ class PollingStore(Store):
         self._ask(f"set {key}", lambda: self._store.set(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Wait until a key has a value, and return it.
+        """Waits until a key has a value, and returns it.
 
         Raises:
             RuntimeError: It had none within the timeout.
@@ -117,7 +117,7 @@ class PollingStore(Store):
         return self._ask(f"get {key}", lambda: self._store.get(key))
 
     def read(self, key: str) -> bytes:
-        """Return the value of a key that is known to have one, with a single request."""
+        """Returns the value of a key that is known to have one, with a single request."""
         return self._ask(f"get {key}", lambda: self._store.get(key))
 
     def add(self, key: str, value: int) -> int:
@@ -129,19 +129,19 @@ class PollingStore(Store):
         return self._ask(f"add {key}", lambda: self._store.add(key, value))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Set a key if it holds `expected_value` (or nothing, if that is empty), and return its value after that."""
+        """Sets a key if it holds `expected_value` (or nothing, if that is empty), and returns its value after that."""
         return self._ask(f"compare_set {key}", lambda: self._store.compare_set(key, expected_value, desired_value))
 
     def elect(self, key: str, rank: int) -> int:
-        """Return the first rank to call this with `key`: the one that collects or decides for all ranks."""
+        """Returns the first rank to call this with `key`: the one that collects or decides for all ranks."""
         return int(self.compare_set(key, "", str(rank)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys have values."""
+        """Returns whether all keys have values."""
         return self._check(keys, self._seconds)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until all keys have values, and return them with one request.
+        """Waits until all keys have values, and returns them with one request.
 
         Raises:
             RuntimeError: One had none within the timeout.
@@ -150,13 +150,13 @@ class PollingStore(Store):
         return list(self._ask(f"multi_get {_shortly(keys)}", lambda: self._store.multi_get(list(keys))))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and return whether it existed."""
+        """Deletes a key and returns whether it existed."""
         return self._ask(f"delete_key {key}", lambda: self._store.delete_key(key))
 
     def wait(
         self, keys: Sequence[str], timeout: timedelta | None = None, meanwhile: Callable[[], object] = lambda: None
     ) -> None:
-        """Wait until all keys have values.
+        """Waits until all keys have values.
 
         Args:
             keys: Keys to wait for.
@@ -179,7 +179,7 @@ class PollingStore(Store):
         return self._ask(f"check {_shortly(keys)}", lambda: self._store.check(list(keys)), seconds)
 
     def _ask(self, description: str, request: Callable[[], Result], seconds: float | None = None) -> Result:
-        """Make a request: through the client's thread, or directly if the store is in this process."""
+        """Makes a request: through the client's thread, or directly if the store is in this process."""
         if self._client is None:
             return request()
         return self._client.ask(description, request, self._seconds if seconds is None else seconds)
@@ -254,7 +254,7 @@ class _Client:
         self._begin()
 
     def _begin(self) -> None:
-        """Start without requests and without a thread; in a forked child, too."""
+        """Starts without requests and without a thread; in a forked child, too."""
         self._process = os.getpid()
         self._requests: SimpleQueue[_Request[object] | None] = SimpleQueue()
         self._threads: set[threading.Thread] = set()
@@ -276,13 +276,13 @@ class _Client:
         return time.monotonic() - self._last_answer
 
     def give_up_if_silent(self, seconds: float) -> None:
-        """Raise `StoreUnreachableError` if a request has been pending for `seconds`."""
+        """Raises `StoreUnreachableError` if a request has been pending for `seconds`."""
         asking, waited = self._asking, time.monotonic() - self._asked_at
         if asking is not None and not asking.answered.is_set() and waited >= seconds:
             raise StoreUnreachableError(self._silence(asking.description, waited))
 
     def _silence(self, description: str, seconds: float) -> str:
-        """Return the error message for a request that has had no response within `seconds`."""
+        """Returns the error message for a request that has had no response within `seconds`."""
         return (
             f"{self._name} cannot be reached: no answer to `{description}` within {seconds:.3g} s, and the last one to "
             f"anything {self.silent_seconds:.3g} s ago; the process that serves it is stopped or overloaded, or "
@@ -290,7 +290,7 @@ class _Client:
         )
 
     def ask(self, description: str, request: Callable[[], Result], seconds: float) -> Result:
-        """Make a request and return the store's response.
+        """Makes a request and returns the store's response.
 
         Args:
             description: Operation and keys, for messages.
@@ -333,12 +333,12 @@ class _Client:
         return cast(Result, asked.answer)
 
     def _end(self) -> None:
-        """Let the thread end as soon as there are no requests."""
+        """Lets the thread end as soon as there are no requests."""
         self._ends = True
         self._requests.put(None)
 
     def _fail(self, error: BaseException) -> None:
-        """Pass the error to all callers that wait for a response."""
+        """Passes the error to all callers that wait for a response."""
         self._threads.discard(threading.current_thread())
         asking, self._asking = self._asking, None
         while asking is not None or not self._requests.empty():
@@ -351,7 +351,7 @@ class _Client:
                 return
 
     def _serve(self) -> None:
-        """Make requests until there are none for `IDLE_SECONDS`; the request thread."""
+        """Makes requests until there are none for `IDLE_SECONDS`; the request thread."""
         this = threading.current_thread()
         self._threads.add(this)
         while True:
@@ -380,7 +380,7 @@ _clients_lock = threading.RLock()
 
 
 def _client_of(root: Store) -> _Client | None:
-    """Return the client shared by all users of a connection; None for a store that needs none."""
+    """Returns the client shared by all users of a connection; None for a store that needs none."""
     if not isinstance(root, TCPStore):
         return None
     with _clients_lock:
@@ -390,7 +390,7 @@ def _client_of(root: Store) -> _Client | None:
 
 
 def unprefixed(store: Store) -> Store:
-    """Return the store below all prefixes."""
+    """Returns the store below all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -90,7 +90,7 @@ class BackgroundThread(threading.Thread):
         self._awaited = awaited
 
     def start(self) -> None:
-        """Start the thread. From now on, until it ends, it is joined at exit if it was made with `awaited`.
+        """Starts the thread. From now on, until it ends, it is joined at exit if it was made with `awaited`.
 
         A thread that cannot be started has failed, and `on_failure` is called here: the user or the container may have
         no more threads (`ulimit -u`, pids.max), or Python may be ending.
@@ -106,7 +106,7 @@ class BackgroundThread(threading.Thread):
             raise
 
     def run(self) -> None:
-        """Run the target; an exception that it raises is logged and passed to `on_failure`, and never leaves here."""
+        """Runs the target; an exception that it raises is logged and passed to `on_failure`, and never leaves here."""
         try:
             super().run()
         except BaseException as error:  # noqa: BLE001 - SystemExit, too: nothing else would report it
@@ -115,12 +115,12 @@ class BackgroundThread(threading.Thread):
             self._finish(None)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, for `timeout` seconds at most; not at all if it could not be started."""
+        """Waits until the thread has ended, for `timeout` seconds at most; not at all if it could not be started."""
         if self.ident is not None:
             super().join(timeout)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Handle the failure, if there was one, and release the objects that the functions of this thread refer to."""
+        """Handles the failure, if there was one, and releases the objects that this thread's functions refer to."""
         try:
             if error is not None:
                 self._fail(error)
@@ -129,7 +129,7 @@ class BackgroundThread(threading.Thread):
             _running.discard(self)
 
     def _fail(self, error: BaseException) -> None:
-        """Log the failure and turn the feature off; raises nothing."""
+        """Logs the failure and turns the feature off; raises nothing."""
         try:
             if self._without is not None:
                 log.error(
@@ -149,12 +149,12 @@ class BackgroundThread(threading.Thread):
                 log.error("what the thread %r held could not be released: %r", self.name, second)
 
     def ask_to_end(self) -> None:
-        """Ask the thread to end soon; returns at once."""
+        """Asks the thread to end soon; returns at once."""
         if (end := self._end) is not None:
             end()
 
     def make_give_up(self) -> None:
-        """Make the thread stop waiting for other ranks; returns at once."""
+        """Makes the thread stop waiting for other ranks; returns at once."""
         if (give_up := self._give_up) is not None:
             give_up()
 
@@ -210,7 +210,7 @@ def outcome_of(found: Result | BaseException) -> Result:
 
 
 def wait_for_all(seconds: float = EXIT_SECONDS, give_up_seconds: float = GIVE_UP_SECONDS) -> list[str]:
-    """Ask all running threads to end and join them; make the remaining ones stop waiting for other ranks.
+    """Asks all running threads to end and joins them; makes the remaining ones stop waiting for other ranks.
 
     Args:
         seconds: Time for threads to end by themselves.
@@ -224,7 +224,7 @@ def wait_for_all(seconds: float = EXIT_SECONDS, give_up_seconds: float = GIVE_UP
 
 
 def _wait(notify: Callable[[BackgroundThread], object], seconds: float) -> set[BackgroundThread]:
-    """Call `notify` once with each running thread, join the threads, and return those that still run at the end.
+    """Calls `notify` once with each running thread, joins the threads, and returns those that still run at the end.
 
     Args:
         notify: Asks a thread to end, or to stop waiting; returns at once.
@@ -274,7 +274,7 @@ class _Process:
 
 
 def _at_exit() -> None:
-    """Join all threads; stop what is left in C++ before it could end the process by SIGABRT."""
+    """Joins all threads; stops what is left in C++ before it could end the process by SIGABRT."""
     if left := wait_for_all():
         log.debug("still in C++ at the end of the process: %s", ", ".join(left))
     wait_for_gloo()

@@ -40,7 +40,7 @@ can be seen (ACS)."""
 
 
 def parser() -> CommandParser:
-    """Return the parser of `gradwire gdr-check`."""
+    """Returns the parser of `gradwire gdr-check`."""
     parse = CommandParser(
         prog="gradwire gdr-check",
         usage="%(prog)s [options]\n       [--root DIR | --from FILE | --example | --compare JSON...]",

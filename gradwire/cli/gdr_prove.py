@@ -52,7 +52,7 @@ def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> floa
 
 
 def _timed(tensor: torch.Tensor) -> float:
-    """Return the seconds of one all-reduce, device work included."""
+    """Returns the seconds of one all-reduce, device work included."""
     dist.barrier()
     start = time.perf_counter()
     dist.all_reduce(tensor)

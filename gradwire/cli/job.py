@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def joined_job(timeout: timedelta) -> Iterator["JobRank"]:
-    """Make a gloo default process group of all ranks that torchrun started, and destroy it at the end of the block.
+    """Makes a gloo default process group of all ranks that torchrun started, and destroys it at the end of the block.
 
     Args:
         timeout: Longest wait for a rank, here and in each collective.

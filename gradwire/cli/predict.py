@@ -76,7 +76,7 @@ class Question:
     assumed_compute: str = ""
 
     def cluster(self, nodes: int) -> Cluster:
-        """Return the cluster of the first `nodes` nodes."""
+        """Returns the cluster of the first `nodes` nodes."""
         rates = self._rates()[:nodes]
         whole = cluster_of_machines(
             self.machine,
@@ -95,7 +95,7 @@ class Question:
         return with_node_rates(whole, [rate / 8 * share for rate in rates] if len(set(rates)) > 1 else [])
 
     def _rates(self) -> list[int]:
-        """Return the NIC rates in bits per second: one for each node, one for all, or none."""
+        """Returns the NIC rates in bits per second: one for each node, one for all, or none."""
         return [parse_rate(word, "--nic") for word in (self.options.nic or "").split(",") if word]
 
     def _rate(self, option: str) -> int | None:
@@ -103,7 +103,7 @@ class Question:
         return None if text is None else parse_rate(text, spelled(option))
 
     def advice(self, cluster: Cluster) -> Advice:
-        """Predict every plan and compressor on a cluster.
+        """Predicts every plan and compressor on a cluster.
 
         Compressors take float32: of gradients with fewer bytes they send, and compute, as much an element.
         """
@@ -118,7 +118,7 @@ class Question:
         return advise(cluster, self.workload, prices, library=library_of(self.machine))
 
     def torch_hook(self, cluster: Cluster) -> Candidate | None:
-        """Predict torch's fp16_compress_hook, one all-reduce of half the bytes; None if gradients are not float32."""
+        """Predicts torch's fp16_compress_hook, one all-reduce of half the bytes; None if gradients are not float32."""
         if self.options.gradient_dtype != "float32":
             return None
         candidate = advise(cluster, self.workload.halved(), (), library=library_of(self.machine)).candidate("flat")
@@ -238,7 +238,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _check_nodes(options: argparse.Namespace) -> None:
-    """Refuse lists that do not have one entry for each node.
+    """Refuses lists that do not have one entry for each node.
 
     Raises:
         ValueError: One of them does not.
@@ -256,7 +256,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
 
 
 def read_question(options: argparse.Namespace) -> Question:
-    """Read the files and check the numbers of a question.
+    """Reads the files and checks the numbers of a question.
 
     Raises:
         ValueError: An option's value does not fit; the message names it.
@@ -317,7 +317,7 @@ def buckets_of_parameters(sizes: Sequence[int], cap_nbytes: int) -> tuple[int, .
 
 
 def ranks_of(machine: Machine, options: argparse.Namespace) -> int:
-    """Return the number of ranks on the fullest node.
+    """Returns the number of ranks on the fullest node.
 
     Args:
         machine: One of the nodes.
@@ -328,7 +328,7 @@ def ranks_of(machine: Machine, options: argparse.Namespace) -> int:
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
-    """Return the machine that the nodes are made of.
+    """Returns the machine that the nodes are made of.
 
     Args:
         options: Parsed options: `topology`, else `preset`, else the assumed machine.
@@ -340,7 +340,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
 
 
 def spelled(name: str) -> str:
-    """Return an option as the user writes it, from its attribute: `--ranks-per-node`."""
+    """Returns an option as the user writes it, from its attribute: `--ranks-per-node`."""
     return "--" + name.replace("_", "-")
 
 
@@ -402,7 +402,7 @@ def _workload(
 
 
 def main(argv: list[str]) -> int:
-    """Run the command and return 0, or 2 for a bad option.
+    """Runs the command and returns 0, or 2 for a bad option.
 
     Args:
         argv: Words after `gradwire predict`.
@@ -440,7 +440,7 @@ def main(argv: list[str]) -> int:
 
 
 def _answer_models(options: argparse.Namespace) -> None:
-    """Print the table of public models on fixed links and numbers of nodes."""
+    """Prints the table of public models on fixed links and numbers of nodes."""
     for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic), ("rtt", options.rtt),
                           ("loss", options.loss), ("nics-per-node", options.nics_per_node),
                           ("plot", options.plot), ("backward-ms", options.backward_ms),
@@ -495,7 +495,7 @@ def machine_words(machine: Machine, options: argparse.Namespace) -> str:
 
 
 def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, int]:
-    """Return the layout of a gradient and its bytes in float32.
+    """Returns the layout of a gradient and its bytes in float32.
 
     Args:
         model: JSON file with the parameters; None takes `megabytes` instead.
@@ -528,7 +528,7 @@ def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, in
 
 
 def _entries(document: object) -> list[tuple[object, object]]:
-    """Return the unchecked names and shapes of a file in either form."""
+    """Returns the unchecked names and shapes of a file in either form."""
     if isinstance(document, dict) and isinstance(document.get("parameters"), list):
         document = document["parameters"]
     if isinstance(document, dict):

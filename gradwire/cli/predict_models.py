@@ -26,7 +26,7 @@ class Ask(Protocol):
     """Prices one model on one cluster."""
 
     def __call__(self, model: PublicModel, nodes: int, rate: str, nics: int, *, halved: bool = False) -> Advice:
-        """Return the predictions for a model on a cluster.
+        """Returns the predictions for a model on a cluster.
 
         Args:
             model: Public model.
@@ -61,7 +61,7 @@ class ModelRow:
 
 
 def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
-    """Yield predictions of every model on every link.
+    """Yields predictions of every model on every link.
 
     Plain DDP and torch's fp16 hook are a flat all-reduce by the faster of NCCL's algorithms, of the gradients and of
     half as many bytes. Outer sums exactly inside the node at every step, and between nodes every `OUTER_EVERY` steps
@@ -95,7 +95,7 @@ def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
 
 
 def _flat(advice: Advice) -> Candidate:
-    """Return the exact all-reduce over all ranks by NCCL's fastest algorithm."""
+    """Returns the exact all-reduce over all ranks by NCCL's fastest algorithm."""
     known = [candidate for candidate in advice.candidates if candidate.plan.name in ("flat", "tree", "nvls_tree")]
     return min(
         (candidate for candidate in known if candidate.compressor == "none"),
@@ -108,7 +108,7 @@ def _best(advice: Advice) -> Candidate:
 
 
 def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
-    """Print a table for each number of nodes.
+    """Prints a table for each number of nodes.
 
     Args:
         console: Console to print to, without highlighting.
@@ -151,7 +151,7 @@ def as_markdown(found: Sequence[ModelRow], machine: str) -> str:
 
 
 def _cell(row: ModelRow, column: str) -> str:
-    """Format milliseconds, with a mark if all nodes together train slower than one."""
+    """Formats milliseconds, with a mark if all nodes together train slower than one."""
     return f"{1e3 * row.seconds[column]:.0f}{'!' if row.gain(column) <= 1 else ''}"
 
 

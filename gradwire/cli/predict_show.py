@@ -44,7 +44,7 @@ class Gains:
 
     @classmethod
     def over_one_node(cls, nodes: int, advice: Advice, alone: Advice) -> "Gains":
-        """Compute the gains from predicted step times.
+        """Computes the gains from predicted step times.
 
         Args:
             nodes: Number of nodes.
@@ -66,11 +66,11 @@ class Gains:
         return max(self.exact, self.flat, self.recommended) <= 1
 
     def as_json(self) -> dict[str, float]:
-        """Return the relative throughputs as a dictionary."""
+        """Returns the relative throughputs as a dictionary."""
         return {"flat": self.flat, "exact": self.exact, "recommended": self.recommended}
 
     def __str__(self) -> str:
-        """Return the gains in one sentence."""
+        """Returns the gains in one sentence."""
         said = f"{self.nodes} nodes train {self.flat:.2f} times as much as {self.one} with {self.plain}"
         said += f", {self.exact:.2f} times with the best exact plan" if self.exact > 1.01 * self.flat else ""
         lossy = self.recommended > 1.01 * max(self.exact, self.flat)
@@ -121,7 +121,7 @@ class Answer(Generic[Load, Found]):
 
 
 def as_json(answer: Answer[Workload, Advice]) -> Object:
-    """Return the advice as dictionaries that JSON can hold.
+    """Returns the advice as dictionaries that JSON can hold.
 
     Args:
         answer: The predictions.
@@ -175,7 +175,7 @@ def break_even(nodes: int, advice: Advice) -> str:
 
 
 def dense_steps(compressor: str) -> int:
-    """Return the number of first steps in which a compressor sends exact gradients, by its defaults.
+    """Returns the number of first steps in which a compressor sends exact gradients, by its defaults.
 
     Args:
         compressor: Name of the compressor.
@@ -284,7 +284,7 @@ def as_table(
 
 
 def table_of(*headings: str) -> Table:
-    """Return an empty table with right-aligned columns of numbers."""
+    """Returns an empty table with right-aligned columns of numbers."""
     table = Table(box=SIMPLE_HEAD, padding=0)
     for heading in headings:
         table.add_column(heading, justify="right" if heading.endswith(("ms", "MB")) else "left", overflow="fold")
@@ -292,7 +292,7 @@ def table_of(*headings: str) -> Table:
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """Describe a cluster: its nodes, ranks, and the rate of a node (or rack) towards the others."""
+    """Describes a cluster: its nodes, ranks, and the rate of a node (or rack) towards the others."""
     nic, unit = cluster.levels[-1].link, "rack" if cluster.depth > 2 else "node"
     by_unit = [rate(each) for each in cluster.levels[-1].unit_rates]
     shown = f"{', '.join(by_unit)} of data by {unit}" if by_unit else f"{rate(nic.bytes_per_second)} of data a {unit}"
@@ -301,12 +301,12 @@ def describe_cluster(cluster: Cluster) -> str:
 
 
 def describe_effort(planning_seconds: float, left_out: int) -> str:
-    """Return a line with the planning time and the number of rows not shown."""
+    """Returns a line with the planning time and the number of rows not shown."""
     return f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else "")
 
 
 def candidates_that_matter(advice: Advice, torch_hook: Candidate | None) -> tuple[Candidate, ...]:
-    """Return the rows for most readers: plain DDP, torch's fp16 hook, the best exact plan and the recommendation.
+    """Returns the rows for most readers: plain DDP, torch's fp16 hook, the best exact plan and the recommendation.
 
     Args:
         advice: All predictions.
@@ -366,14 +366,14 @@ LINES = (
 
 
 def node_counts(most: int) -> list[int]:
-    """Return the node counts to draw: powers of two up to the larger of `most` and 16, and `most` itself."""
+    """Returns the node counts to draw: powers of two up to the larger of `most` and 16, and `most` itself."""
     highest = max(most, 16)
     counts = {1 << power for power in range(highest.bit_length()) if 1 << power <= highest}
     return sorted(counts | {most})
 
 
 def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
-    """Draw predicted step times over node counts; the format follows the file's ending.
+    """Draws predicted step times over node counts; the format follows the file's ending.
 
     Args:
         file: File to write.

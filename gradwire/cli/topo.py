@@ -84,7 +84,7 @@ def _show_in_job(argv: list[str]) -> int:
 
 
 def show_machine(argv: list[str]) -> int:
-    """Show one machine as the options say, and return 0.
+    """Shows one machine as the options say, and returns 0.
 
     Args:
         argv: Words after `gradwire topo`.
@@ -106,7 +106,7 @@ def show_machine(argv: list[str]) -> int:
 
 
 def _print(machine: Machine, options: argparse.Namespace) -> None:
-    """Print the machine in the form that the options ask for, by default as a tree."""
+    """Prints the machine in the form that the options ask for, by default as a tree."""
     if options.json:
         print(json_form.write(machine))
     if options.matrix:
@@ -173,7 +173,7 @@ def show_job(reports: list[RankMachine]) -> int:
 
 
 def _kind(machine: Machine) -> Machine:
-    """Return a machine's description without its name and UUIDs, equal for machines of one kind."""
+    """Returns a machine's description without its name and UUIDs, equal for machines of one kind."""
     return replace(machine, hostname=None, gpus=tuple(replace(gpu, uuid=None, slices=()) for gpu in machine.gpus))
 
 
