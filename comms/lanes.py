@@ -1,9 +1,9 @@
 """Lanes and the order in which jobs pass through them.
 
 A *lane* is a pipeline stage with its own worker thread and communicators (see `run.lane_executor`). Every rank submits
-the same jobs in the same order, and every job visits the same lanes, so each communicator sees the same sequence of
-collectives on all ranks; no decision depends on a clock or on which bucket happens to be ready. While one chunk is on
-the wire, the next one is reduced inside the node.
+the same jobs in the same order, and a job uses a communicator in the same lanes on all members of it, so each
+communicator sees the same sequence of collectives on all its ranks; no decision depends on a clock or on which bucket
+happens to be ready. While one chunk is on the wire, the next one is reduced inside the node.
 
 A job that needs fewer rounds than the one before it could overtake it in front of a lane that both visit, on some
 ranks only. A lane therefore serves its jobs in the order of submission, and waits for a job that is late.
@@ -21,8 +21,10 @@ from gradwire.compressors.base import Work
 Lane = tuple[int, int]
 """A pipeline stage: an index of a phase, and of a step inside it if the phase takes several.
 
-A job goes to the next stage only after an asynchronous phase. It issues that phase in the stage it is in, and waits for
-it in the next one; a synchronous phase needs no stage of its own. So stage (1, 0) is not always that of phase 1."""
+A job goes to the next stage only after asynchronous collectives. It issues them in the stage it is in, and waits for
+them in the next one; a synchronous phase needs no stage of its own. So stage (1, 0) is not always that of phase 1: an
+exact hierarchical sum on two nodes passes (0, 0) and (2, 0), a compressed one (0, 0), (1, 1), (1, 2) and (2, 0), as
+each of the codec's two rounds ends in a stage of its own."""
 
 
 @dataclass(frozen=True, slots=True)

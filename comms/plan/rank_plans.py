@@ -92,7 +92,8 @@ class RankPlan:
     Attributes:
         plan: The plan.
         chunks: Chunks of the bucket, in order.
-        lanes: Lanes that each chunk visits on every rank; one more after each asynchronous phase.
+        lanes: Lanes that each chunk visits on every rank; one more after each asynchronous phase. Those of a
+            compressor's rounds are not among them: see `Programs._compressed`.
         turn: Number of phases before the closing all-gathers, which only copy sums: after so many phases all sums are
             made.
         direct: Whether the plan is one all-reduce over all ranks, as without gradwire.

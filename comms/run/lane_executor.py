@@ -1,8 +1,10 @@
 """One thread serves each lane on a CPU, takes the chunk whose turn it is, and issues its collectives phase by phase.
 
 A chunk stays in its lane as long as its collectives are done when they return (shared memory). After an asynchronous
-phase it continues in the next lane, which waits for the collectives in flight. Lane changes depend on the plan only, so
-all ranks change lanes at the same points, also those that have nothing to send in a phase.
+phase it continues in the next lane, which waits for the collectives in flight. From phase to phase lane changes depend
+on the plan only, so all ranks change lanes at the same points, also those that have nothing to send in a phase. In a
+compressed phase each round of the compressor ends in a lane (phase, round) of its own. The ranks that exchange a shard
+have the same rounds; those of a node, which compress different shards, may have more or fewer.
 """
 
 import threading
