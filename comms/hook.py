@@ -394,7 +394,11 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._end_step()
 
     def _backward_ended(self) -> None:
-        """Ends the step, or leaves that to `_ddp_ended`, in autograd's callback at the end of its backward pass."""
+        """Ends the step at the end of a backward pass, or lets `_ddp_ended` do so later; autograd calls it.
+
+        It runs before DDP's own callback, which waits for the futures and takes the averages: DDP queues that one after
+        its last bucket. Only in the first step of a static graph DDP has taken them already.
+        """
         if not self._backward.backward_ended(inside=is_at_node()):
             return
         # DDP has queued its own callback by now, so a callback that is queued here runs after DDP's.
