@@ -1,4 +1,7 @@
-"""Attaches the optional features of a DDP model's steps: each function imports and adds those that the options ask for.
+"""Attaches the optional features of a model's steps: each function imports and adds those that the options ask for.
+
+A `GradientSession` (DDP) calls all of them, the session of FSDP2 `watch_steps` and `compare_loaded`, that of `Outer`
+`watch_steps` alone.
 
 All ranks have the same options, so they create the same listeners in the same order; some exchange messages with the
 other ranks while they are created.

@@ -1,7 +1,12 @@
 """Listeners follow the steps of one communicator: each optional feature is one, so the path of a bucket names none.
 
-A listener is imported and created only if its option is set (`features.py`). All ranks have the same listeners and call
-them at the same points of the sequence of all-reduces, in the order of `ORDER`: several of them start collectives.
+A listener is imported and created only if its option asks for it; `step_watch` and `observer` are always there, and
+`first_steps` is by default. The functions of `features.py` create them, but for those that need elastic training
+(`elastic/ddp.py`). All ranks have the same listeners and call them at the same points of the sequence of all-reduces,
+in the order of `ORDER`: several of them start collectives.
+
+`HookState` passes on all events of a step. `FsdpState` and `Outer` pass on `step_began` and `step_ended` alone, and
+commit the compressor's state themselves.
 """
 
 from collections.abc import Callable, Sequence
