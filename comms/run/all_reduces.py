@@ -1,7 +1,8 @@
 """Buckets, the all-reduces that carry them, and `finish`, which completes the futures of buckets at the end.
 
 An `AllReduce` carries a bucket, a piece of one, or several joined ones. It is data: executors call `pack` before
-it runs and `finish` after it.
+it runs and `finish` after it. The planned all-gathers, reduce-scatters and broadcasts (`plan/collectives.py`) are
+carried by one, too: what is done with the tensor is in the plan, and nothing here depends on it.
 """
 
 import threading
@@ -158,10 +159,10 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class AllReduce:
-    """One all-reduce to start: a bucket, a piece of one, or several joined buckets.
+    """One all-reduce to start: a bucket, a piece of one, or several joined buckets; or another planned collective.
 
     Attributes:
-        parts: Tensors to average in place, as if concatenated: 1-D, contiguous, of one dtype and device.
+        parts: Tensors to reduce in place, as if concatenated: 1-D, contiguous, of one dtype and device.
         layout: Place of each parameter in their concatenation; None if it is not compressed.
         buckets: Buckets that the parts belong to; their futures are completed at the end.
         pool: Pool of the buffer in which several parts are joined; None allocates.
