@@ -125,7 +125,7 @@ class Executor(ABC):
 
     def _completing(self, run: RunningAllReduce, steps: Generator[Transition, None, Tensor]) -> ChunkSteps:
         """Runs a coroutine, and completes the bucket's future with its result: a coroutine around it."""
-        self._raise_failure()
+        self._refuse_if_failed()
         (bucket,) = run.all_reduce.buckets
         bucket.flat = yield from steps
         finish(run.all_reduce, bucket.flat, None, self.stats.now())
@@ -136,7 +136,7 @@ class Executor(ABC):
         Raises:
             CollectiveError: An earlier all-reduce has failed.
         """
-        self._raise_failure()
+        self._refuse_if_failed()
         yield from self._programs.run_chunk(run, chunk)
 
     def migrate(self, layout: Layout, rank_plan: RankPlan, device: torch.device, *, ask: bool = True) -> None:
@@ -187,8 +187,8 @@ class Executor(ABC):
         """The first failure, with what the other ranks reported; None if nothing has failed."""
         return self.failures.error
 
-    def _raise_failure(self) -> None:
-        """Raises the first failure, if there is one."""
+    def _refuse_if_failed(self) -> None:
+        """Raises the first failure, if there is one, on every device: nothing is started or continued after it."""
         failure = self.failure
         if failure is not None:
             # Without the traceback, whose frames would keep the tensors of earlier all-reduces.

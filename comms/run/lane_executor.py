@@ -128,7 +128,7 @@ class LaneExecutor(Executor):
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
         """Takes one chunk through its phases; the last one to end completes the futures. See `Executor.run_chunk`."""
         if self.failures.error is not None:
-            self._raise_failure()
+            self._refuse_if_failed()
         yield from self._programs.run_chunk(run, chunk)
         with self._lock:
             run.pending -= 1

@@ -142,7 +142,7 @@ class StreamExecutor(Executor):
         a compressor may differ between the ranks of a node (a dense rule, an empty shard), because no collective of
         another chunk comes between them.
         """
-        self._raise_failure()
+        self._refuse_if_failed()
         streams, stats = self._streams, self.stats
         self.launches += 1
         self.carried.append(all_reduce.buckets[0].index)
@@ -250,8 +250,8 @@ class StreamExecutor(Executor):
             self.stats.recorder.note_all_reduce(run, now)
         finish(run.all_reduce, run.flat, None, now)
 
-    def _start_steps(self, run: RunningAllReduce, name: str, steps: ChunkSteps, lanes: tuple[Lane, ...]) -> None:
-        self._raise_failure()
+    def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+        self._refuse_if_failed()
         self.carried.append(run.all_reduce.buckets[0].index)
         try:
             self.release()
@@ -269,7 +269,7 @@ class StreamExecutor(Executor):
         """Issues the all-gathers that `start` has deferred; see `Executor.release`."""
         if self._closed and self._held is None and self.failures.error is None:
             return
-        self._raise_failure()
+        self._refuse_if_failed()
         held, self._held = self._held, None
         if held is not None:
             try:
@@ -350,7 +350,7 @@ class StreamExecutor(Executor):
         self.interrupt(error)
         if isinstance(error, torch.OutOfMemoryError):
             raise error
-        self._raise_failure()
+        self._refuse_if_failed()
 
     def interrupt(self, error: Exception) -> None:
         """Aborts everything in flight because of an error on this rank or another; see `Executor.interrupt`.
@@ -378,11 +378,11 @@ class StreamExecutor(Executor):
     def raise_failure(self) -> None:
         """Raises the first failure if `interrupt` was called; see `Executor.raise_failure`."""
         if self._interrupted:
-            self._raise_failure()
+            self._refuse_if_failed()
 
-    def _raise_failure(self) -> None:
+    def _refuse_if_failed(self) -> None:
         """Raises the first failure, or an error if the executor is closed."""
-        super()._raise_failure()
+        super()._refuse_if_failed()
         if self._closed:
             raise RuntimeError(CLOSED)
 
