@@ -1,4 +1,10 @@
-"""Checks: functions from the measurements of a job to findings, in one module for each kind of cause."""
+"""Checks: functions from the measurements of a job to findings, in one module for each kind of cause.
+
+A new check goes into such a module and its `CHECKS`; what it looks at is a field of `facts.py`, read by `local.py` or
+measured by `examine.py`. The key of its finding has an entry in `basis.BASES`, and one in each table below that its
+cost belongs to: what it explains or is explained by (`EXPLAINS`), and of what its cost is a part (`OF_THE_EXCHANGE`,
+`OF_THE_CARDS`, `OF_THE_COMPUTATION`). Its test plants such a fault in a healthy job: an entry of `FAULTS`.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
