@@ -243,7 +243,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         Args:
             bucket: Bucket from DDP.
             flat: Gradients of the bucket, dense or sparse.
-            connection: The connected ranks.
+            connection: Session of the connected ranks.
             now: Time of the bucket's arrival; None if arrivals are not timed in this step.
 
         Returns:
@@ -270,7 +270,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         Args:
             bucket: Bucket from DDP.
             sparse: Gradients of the bucket, in layout torch.sparse_coo.
-            connection: The connected ranks.
+            connection: Session of the connected ranks.
 
         Returns:
             Future of the averages.
@@ -294,7 +294,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         """Starts the all-reduces that are due now that a bucket has arrived.
 
         Args:
-            connection: The connected ranks.
+            connection: Session of the connected ranks.
             arrived: The bucket that has arrived.
 
         Returns:
@@ -418,7 +418,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         """Starts all-reduces; weighed gradients may be deferred until the weights of the step are known.
 
         Args:
-            connection: The connected ranks.
+            connection: Session of the connected ranks.
             launches: All-reduces to start, in order, after those of earlier calls.
             wait: Whether to wait for the weights. After the last bucket it always waits.
         """

@@ -476,6 +476,7 @@ class TrainingState(Generic[S]):
         self._peer_wait = peer_wait
         self._group: dist.ProcessGroup | None = None
         self._connection: S | None = None
+        """Session; None before the ranks have connected. It is another one after the ranks have changed."""
         self._pending: Checkpoint | None = None
         """Checkpoint that was loaded before the ranks have connected; None if there is none, or it was restored. One
         that was refused then stays, so that no step runs without it."""
