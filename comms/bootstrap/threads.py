@@ -4,6 +4,12 @@ An uncaught exception ends a thread, and with it whatever only that thread does:
 handled. So every thread of gradwire is a `BackgroundThread`, which has one handler for every exception: it logs what
 the job continues without, and calls a function that turns the feature off and releases its resources.
 
+A rank that trains on CPUs has one for each lane of a communicator, one for the requests over each connection to a store
+(`gradwire store`), the probe server, and the stall watch of each session unless that is switched off. On CUDA it has no
+lanes, and a thread of the liveness ring; elastic training has the ring and its heartbeat on both. The others are for
+one call (connecting, probing, gathering), for a long path, or for what the user has switched on. All names begin with
+`gradwire`.
+
 A daemon thread that returns from C++ while Python is being finalized, from a store request or a tensor operation, never
 gets the GIL: before 3.14 Python ends such a thread by unwinding its stack. pybind11 and nanobind take the GIL back in
 destructors, which may not be unwound, so the C++ library ends the whole process by SIGABRT, and its exit code is lost.
