@@ -396,8 +396,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
     def _backward_ended(self) -> None:
         """Ends the step at the end of a backward pass, or lets `_ddp_ended` do so later; autograd calls it.
 
-        It runs before DDP's own callback, which waits for the futures and takes the averages: DDP queues that one after
-        its last bucket. Only in the first step of a static graph DDP has taken them already.
+        It runs before DDP's own callback, which takes the averages (but in the first step of a static graph).
         """
         if not self._backward.backward_ended(inside=is_at_node()):
             return

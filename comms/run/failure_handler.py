@@ -43,7 +43,9 @@ class FailureHandler:
         self._reporter = reporter
         self._rank = rank
         self._device_state = device_state
-        self._diagnosing = threading.Lock()  # Held during a diagnosis, which may take seconds: `fail` makes one only.
+        # Held during a diagnosis, which may take seconds: `fail` makes one only. It is the outermost lock of this rank:
+        # a diagnosis takes others, and no caller of `fail` holds one.
+        self._diagnosing = threading.Lock()
 
     def fail(
         self, where: str, members: Sequence[int], error: BaseException, first: Callable[[], None] = lambda: None

@@ -250,7 +250,7 @@ class StreamExecutor(Executor):
             self.stats.recorder.note_all_reduce(run, now)
         finish(run.all_reduce, run.flat, None, now)
 
-    def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+    def _start_steps(self, run: RunningAllReduce, name: str, steps: ChunkSteps, lanes: tuple[Lane, ...]) -> None:
         self._refuse_if_failed()
         self.carried.append(run.all_reduce.buckets[0].index)
         try:
