@@ -170,7 +170,7 @@ class ShmGroup:
         if mismatch:
             raise MismatchError(reason)
         raise PeerError(
-            f"shared-memory group of {self.size} ranks, seen from rank {self.rank}: {reason}", tuple(missing)
+            f"shared-memory group of {self.size} (ranks as in it), seen from rank {self.rank}: {reason}", tuple(missing)
         )
 
     def _check_bounds(self, tensor: Tensor, bounds: Sequence[int]) -> list[int]:
