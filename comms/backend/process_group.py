@@ -237,12 +237,23 @@ class GradwireGroup(DelegatingGroup):
         return None
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begins coalescing: until `_end_coalescing` nothing runs by a plan, and the inner group's NCCL collects."""
+        """Begins coalescing: until `_end_coalescing` NCCL collects the calls, to launch them together (ncclGroupStart).
+
+        Torch's `_coalescing_manager` calls it. Collectives of CUDA tensors all go to the inner group until then, also
+        those that gradwire would run by a plan.
+
+        Args:
+            device: Device of the tensors.
+        """
         self.inner_launches.start_coalescing()
         self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """Ends coalescing: issues what the inner group has collected, and returns one work for all of it."""
+        """Ends coalescing: launches the collected calls (ncclGroupEnd), and returns one work for all of them.
+
+        Args:
+            device: Device of the tensors.
+        """
         return self.inner_launches.end_coalescing(lambda: self.inner._end_coalescing(device), device)
 
     def split_group(
@@ -291,7 +302,11 @@ class GradwireGroup(DelegatingGroup):
         self.inner.abort()
 
     def shutdown(self) -> None:
-        """Closes threads, shared memory and connections; `dist.destroy_process_group` calls it."""
+        """Closes threads, shared memory and connections; `dist.destroy_process_group` calls it.
+
+        Waits first for gradwire's own collectives in flight: on a CPU for a few seconds, after which they fail; on CUDA
+        up to the timeout.
+        """
         for part in (self._planned, self._node):
             if part:
                 part.close()
