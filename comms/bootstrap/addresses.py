@@ -148,7 +148,7 @@ def is_outside(address: str) -> bool:
 
 
 def _is_link_local(address: str) -> bool:
-    """Whether an address is link-local (169.254.x.y), which is self-assigned: other hosts may have the same."""
+    """Returns whether an IP address is link-local (169.254.x.y, fe80::): self-assigned, so other hosts may have it."""
     return ip_address(address).is_link_local
 
 

@@ -133,10 +133,10 @@ class TorchGroup(Protocol):
         """Sends the r-th source to rank r, and receives the r-th output from it; gloo has no such call."""
 
     def shutdown(self) -> None:
-        """Wait for collectives in flight, then close connections and threads."""
+        """Waits for collectives in flight, then closes connections and threads."""
 
     def abort(self) -> None:
-        """Abort collectives in flight and close the connections; may itself take as long as the group's timeout."""
+        """Aborts collectives in flight and closes the connections; may itself take as long as the group's timeout."""
 
     def _set_default_timeout(self, timeout: timedelta, /) -> None:
         """Sets the timeout of collectives issued from now on."""
@@ -149,10 +149,10 @@ class TorchGroup(Protocol):
         """Connects the ranks now instead of at their first collective; returns when all have joined."""
 
     def _start_coalescing(self) -> None:
-        """Begins an NCCL group call: collectives issued from here on start together."""
+        """Begins a group call of NCCL (ncclGroupStart): calls from here on are collected, to be launched together."""
 
     def _end_coalescing(self) -> BackendWork | None:
-        """Ends the group call and launches it; returns the work of all of it, or None if it is empty."""
+        """Launches what NCCL has collected (ncclGroupEnd), and returns one work for all; None if that is nothing."""
 
 
 class PairwiseGroup(TorchGroup, Protocol):

@@ -439,7 +439,7 @@ class LivenessRing:
         raise failure_error(ended.format(rank), HAS_ENDED, rank)
 
     def _forward(self, error: Exception) -> None:
-        """Forward a failure to the neighbours, before this rank uses the store: it may be unreachable."""
+        """Forwards a failure to the neighbours, before this rank uses the store: it may be unreachable."""
         packed = PeerFailure.of(error).packed(self._rank)
         for connection, peer in self._connections.peers.items():
             if peer.known:

@@ -90,7 +90,15 @@ def _shared(nodes: Nodes) -> list[str]:
 
 
 def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
-    """Returns a line that names the nodes with several NICs of which gloo would use one."""
+    """Returns a warning about nodes on which gloo uses one NIC, though their ranks are near different ones.
+
+    Args:
+        nodes: Infos of the ranks of each node.
+        config: The user's settings; with `nics="per_rank"`, or MPI as transport, there is nothing to warn of.
+
+    Returns:
+        One line that names the nodes; no line if there are none. Nodes whose ranks train on GPUs do not count.
+    """
     if config.nics == NIC_PER_RANK or config.transport_name == "mpi":
         return []
     several = [

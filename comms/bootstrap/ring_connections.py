@@ -425,7 +425,7 @@ class Neighbour:
         self.may_be_unreached = False
 
     def expect(self, join_seconds: float | None, may_be_unreached: bool) -> None:
-        """Schedule the checks whether the neighbour has joined the ring; a failed last check ends the ring.
+        """Schedules the checks whether the neighbour has joined the ring; a failed last check ends the ring.
 
         Args:
             join_seconds: Seconds from now until the last check, which fails if the neighbour has not joined or is
