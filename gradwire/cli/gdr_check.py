@@ -172,7 +172,7 @@ def _report(host: Host, options: argparse.Namespace, *, prints: bool) -> int:
 
 
 def _compare(paths: list[Path], as_json: bool) -> int:
-    """Prints in what the results of several hosts differ, for `--compare`.
+    """Prints the differences between the results of several hosts, for `--compare`.
 
     Args:
         paths: Files with the output of `gradwire gdr-check --json`, one for each host, named after it.

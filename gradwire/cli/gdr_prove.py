@@ -62,7 +62,14 @@ def _timed(tensor: torch.Tensor) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one JSON line with the rate in Gbit/s and returns 0; without a GPU for NCCL, an error and 3."""
+    """Runs the all-reduce as a program, on every rank of torchrun, and prints one line of JSON on each.
+
+    Args:
+        argv: Options `--label`, `--backend` (`nccl` by default) and `--nbytes`: arguments of `all_reduce_gigabits`.
+
+    Returns:
+        Exit status: 0 with `gigabits_per_second` in the line; 3 with `error` in it, if torch sees no GPU for NCCL.
+    """
     parser = argparse.ArgumentParser(prog="gradwire.cli.gdr_prove", description=__doc__)
     parser.add_argument("--label", default="default", help="the same on every rank, different for every run")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")

@@ -108,7 +108,7 @@ def _best(advice: Advice) -> Candidate:
 
 
 def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
-    """Prints a table for each number of nodes.
+    """Prints a table for each number of nodes in `NODES`, and a legend.
 
     Args:
         console: Console to print to, without highlighting.

@@ -66,7 +66,7 @@ class Gains:
         return max(self.exact, self.flat, self.recommended) <= 1
 
     def as_json(self) -> dict[str, float]:
-        """Returns the relative throughputs as a dictionary."""
+        """Returns the relative throughputs as a dictionary for JSON, keys `flat`, `exact` and `recommended`."""
         return {"flat": self.flat, "exact": self.exact, "recommended": self.recommended}
 
     def __str__(self) -> str:
@@ -284,7 +284,11 @@ def as_table(
 
 
 def table_of(*headings: str) -> Table:
-    """Returns an empty table with right-aligned columns of numbers."""
+    """Returns a table without rows, whose columns of milliseconds and megabytes are right-aligned.
+
+    Args:
+        headings: Heading of each column; one that ends in "ms" or "MB" marks such a column, others are left-aligned.
+    """
     table = Table(box=SIMPLE_HEAD, padding=0)
     for heading in headings:
         table.add_column(heading, justify="right" if heading.endswith(("ms", "MB")) else "left", overflow="fold")

@@ -173,7 +173,7 @@ def show_job(reports: list[RankMachine]) -> int:
 
 
 def _kind(machine: Machine) -> Machine:
-    """Returns a machine's description without its name and UUIDs, equal for machines of one kind."""
+    """Returns a machine without its host name, UUIDs and MIG slices, so that machines of one kind are equal."""
     return replace(machine, hostname=None, gpus=tuple(replace(gpu, uuid=None, slices=()) for gpu in machine.gpus))
 
 
