@@ -273,7 +273,7 @@ def _replace(model: DistributedDataParallel, hook: Callable[..., FutureTensor], 
 
 
 def _log_once(text: str) -> None:
-    """Logs each text once, and on rank 0 only."""
+    """Logs a warning on rank 0, each text once; the default process group must be initialised."""
     if text not in _logged and dist.get_rank() == 0:
         log.warning(text)
     _logged.add(text)

@@ -562,10 +562,11 @@ class Communicator:
         _of_parent.append(self)
 
     def close(self, seconds: float | None = None) -> None:
-        """Ends the executor, and releases shared memory and connections; does nothing in a forked child.
+        """Waits for all-reduces in flight, and releases threads, memory and connections; a forked child does nothing.
 
         Args:
-            seconds: Longest wait for all-reduces in flight; see `Executor.close`.
+            seconds: Longest wait. None waits 5 s on a CPU; on CUDA up to the timeout, as long as the other ranks are
+                alive. All-reduces that are unfinished then fail, see `Executor.close`.
         """
         if self in _of_parent:
             return

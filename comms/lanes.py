@@ -144,7 +144,7 @@ class Lanes:
             del job
 
     def close(self) -> None:
-        """Makes every `serve` end after the jobs in flight; later submissions fail."""
+        """Refuses jobs from now on, and ends every `serve` once all submitted jobs have ended; does not wait."""
         with self._lock:
             self._closed = True
             self._close_if_drained()

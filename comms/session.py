@@ -215,9 +215,11 @@ class AveragingSession:
         """Adds the listener that checks, when steps begin, that all ranks have loaded the same checkpoint.
 
         Args:
-            changed: Whether the ranks have changed; only states loaded from now on are compared then.
-            beside: Object whose `loaded` is compared if there is no compressor; None if nothing is loaded.
-            kept: See `features.compare_loaded`.
+            changed: Whether the ranks have changed: those that have joined have loaded nothing, so only states loaded
+                from now on are compared.
+            beside: Object whose `loaded` is compared if there is no compressor; given None, too, nothing is compared.
+            kept: Text about the state that this rank keeps, such as how the ranks are placed: only ranks with the same
+                text are compared with each other. Empty compares all.
         """
         source = beside if self.compression is None else self.compression
         if source is not None:

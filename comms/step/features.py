@@ -270,8 +270,8 @@ def compare_loaded(
         consensus: Makes the agreement by which the ranks compare, over the store.
         changed: Whether the ranks have changed in elastic training: processes that join have loaded nothing, so only
             states loaded from now on are compared.
-        kept: Kind of state that this rank keeps, in a word: only ranks with the same word are compared with each
-            other. Empty compares all.
+        kept: Text about the state that this rank keeps, such as how the ranks are placed: only ranks with the same
+            text are compared with each other. Empty compares all.
     """
     if communicator.size > 1:
         from gradwire.comms.step.loaded import LoadConsistencyCheck
