@@ -166,7 +166,14 @@ class DGC(Stateful):
             KERNELS_ON[shard.device.type].scatter_add(theirs, rest, shard)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """Adds the totals, which are what was not sent so far, to `shard`, in place."""
+        """Adds the totals, which are what this rank has not sent so far, to `shard`, before a dense all-reduce.
+
+        They are set to zero when the step commits; the momentum stays.
+
+        Args:
+            shard: 1-D float32, changed in place.
+            layout: Places of the parameters in `shard`.
+        """
         self.fields["total"].pour(shard, layout)
 
     def _is_sent_dense(self, group_size: int) -> bool:

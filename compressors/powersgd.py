@@ -173,7 +173,14 @@ class PowerSGD(Stateful):
         self._staged_factors[parts.names] = parts, began, q_total
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """Adds the residual to `shard`, in place; none is added without error feedback."""
+        """Adds this rank's residual to `shard`, before a dense all-reduce; there is none without error feedback.
+
+        It is set to zero when the step commits.
+
+        Args:
+            shard: 1-D float32, changed in place.
+            layout: Places of the parameters in `shard`.
+        """
         if (store := self.fields.get("residual")) is not None:
             store.pour(shard, layout)
 

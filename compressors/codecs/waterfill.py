@@ -42,7 +42,12 @@ def waterfill_words(blocks: int, bits: int) -> int:
 
 
 def _record_nbytes(numel: int, bits: int) -> int:
-    """Returns the bytes of the record of a group with `numel` elements."""
+    """Returns the bytes of one encoded group: for its scale, for those of its blocks, and for the codes.
+
+    Args:
+        numel: Elements of the group, at most `WATERFILL_GROUP`.
+        bits: Mean bits per element; a full group has exactly these, scales included.
+    """
     blocks = -(-numel // WATERFILL_BLOCK)
     return 4 + -(-blocks // 4) * 4 + 4 * waterfill_words(blocks, bits)
 

@@ -94,11 +94,13 @@ class Lars(_LayerwiseOptimizer):
         lr: Learning rate, as large as that of SGD with this batch or larger: the ratio makes each step small.
         momentum: Factor of the momentum (heavy ball); 0 for none.
         weight_decay: Factor of the weights that are added to the gradient; counts in the ratio of norms, too.
-        trust: Length of a step in proportion to the weights, with lr 1. Source: You et al., section 5 (0.001).
+        trust: Trust coefficient: norm of a parameter's step in proportion to the parameter's own, with lr 1. Source:
+            You et al., section 5 (0.001).
         nesterov: Whether to use Nesterov's momentum instead of the heavy ball.
-        eps: Number added to the norm that is divided by.
-        adapt_vectors: Whether biases and norms are adapted too; else they step as under SGD, with lr alone. Source for
-            leaving them out: the authors' code, and MLPerf's rules for ResNet-50.
+        eps: Number added to the divisor of the ratio: the gradient's norm plus `weight_decay` times the parameter's.
+        adapt_vectors: Whether parameters of less than two dimensions (biases, weights of normalization layers) are
+            adapted, too; else they step as under SGD, with lr alone. Source for leaving them out: the authors' code,
+            and MLPerf's rules for ResNet-50.
 
     Source: You, Gitman, Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888), algorithm 1.
     """
@@ -157,8 +159,8 @@ class Lamb(_LayerwiseOptimizer):
         betas: Decay of the first and second moment; both are corrected for their start at zero.
         eps: Number added to the root of the second moment.
         weight_decay: Factor of the weights that are added to the update before its norm is taken.
-        adapt_vectors: Whether biases and norms are adapted too; else they step as under Adam. Source for leaving them
-            out: the authors' code for BERT.
+        adapt_vectors: Whether parameters of less than two dimensions (biases, weights of normalization layers) are
+            adapted, too; else they step as under Adam. Source for leaving them out: the authors' code for BERT.
 
     Source: You et al., Large Batch Optimization for Deep Learning, ICLR 2020 (arXiv 1904.00962), algorithm 2, with the
         identity as its function phi.

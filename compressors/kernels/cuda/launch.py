@@ -44,14 +44,18 @@ def blocks_for(device: torch.device, threads: int, most: int = _MOST_CTAS) -> in
 
 
 def even_grid(ctas: int, slots: int) -> int:
-    """Returns how many CTAs to start so that all end together if there is work for a few waves only.
+    """Returns how many CTAs to start of a kernel that loops over its work, so that its last wave is not nearly empty.
 
-    Work for 2.02 waves takes as long as for 3: rather three turns of the kernel's loop in two thirds of the places.
-    From eight waves on the last one costs little, and CTAs that replace each other are balanced better.
+    A wave is what runs on the device at a time. 2.02 waves of CTAs with one turn of the loop each take as long as 3.
+    So a third of these CTAs is started, which fits into one wave, and all end together after three turns. Of more than
+    eight waves the last one costs little, and CTAs that replace each other are balanced better: eight are started.
 
     Args:
         ctas: Number of CTAs if each had one turn of the loop.
         slots: Number of CTAs that run on the device at a time.
+
+    Returns:
+        `ctas` divided by its number of waves, rounded up; 8 * `slots` for more than eight waves.
     """
     turns = -(-ctas // slots)
     return min(ctas, 8 * slots) if turns > 8 else -(-ctas // max(turns, 1))

@@ -134,13 +134,16 @@ def _nvrtc() -> ModuleType:
 
 
 def nearest_architecture(architecture: int) -> int:
-    """Returns the architecture to compile for: the device's own, or the largest smaller one with the same major number.
+    """Returns the architecture to compile for: the device's own, or the next smaller one that NVRTC knows.
 
-    A cubin runs on devices of the same major and no smaller minor compute capability. Source: CUDA C++ Programming
-    Guide, "Binary Compatibility".
+    It has the device's major number: a cubin runs on devices of the same major and no smaller minor compute capability.
+    Source: CUDA C++ Programming Guide, "Binary Compatibility".
 
     Args:
         architecture: Compute capability of the device as 10 * major + minor, such as 121.
+
+    Returns:
+        Compute capability in the same form: 120, say, if NVRTC does not know 121.
 
     Raises:
         CudaKernelsError: NVRTC is missing, or knows no such architecture.
