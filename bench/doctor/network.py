@@ -147,21 +147,21 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """Response to `clock`: the listener's time of day, in seconds since 1970."""
+    """The listener's response to a `_Request` that asks for the `clock`: its time of day, in seconds since 1970."""
 
     time: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """First response to `flow`: all of its connections have arrived."""
+    """The listener's first response to a `_Request` for a `flow`: all connections of it are here, and it may begin."""
 
     ready: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Flowed:
-    """Second response to `flow`, after its end.
+    """The listener's second response to a `_Request` for a `flow`, after the flow's end.
 
     Attributes:
         rate: Bytes per second that the listener received.

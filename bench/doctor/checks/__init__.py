@@ -135,11 +135,19 @@ def diagnose(facts: JobFacts) -> list[Diagnosis]:
         else each
         for each in left
     ]
-    return sorted(left, key=lambda each: _rank(each, facts))
+    return sorted(left, key=lambda each: _report_order(each, facts))
 
 
-def _rank(each: Diagnosis, facts: JobFacts) -> tuple[bool, bool, bool, float, float, str]:
-    """Sort key of a finding in the report."""
+def _report_order(each: Diagnosis, facts: JobFacts) -> tuple[bool, bool, bool, float, float, str]:
+    """Returns the sort key of a finding: the smallest comes first in the report.
+
+    First what stops a job, then faults with a measured cost, then those with an assumed one, then remarks; within each
+    the largest cost times confidence first.
+
+    Args:
+        each: The finding.
+        facts: Measurements of the job; costs of computation are assumed if they have no step time.
+    """
     assumed = facts.step_seconds is None and each.key in OF_THE_COMPUTATION
     weight = each.cost_seconds * each.confidence
     return not each.stops, each.remark, assumed, -weight, -each.confidence, each.key
