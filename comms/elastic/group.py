@@ -196,7 +196,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         Args:
             source: Tensor of this rank, of one shape and dtype on all ranks.
-            size: Number of rows that the caller expects.
+            size: Number of rows, that of the ranks when the caller made its output. Row r is from the present rank r.
         """
         found = self._rows(source)
         rows = torch.zeros((size, found.shape[1]), dtype=found.dtype, device=found.device)

@@ -196,7 +196,11 @@ def first_membership(communicator: Communicator, prefix: str, timeout: timedelta
 
 
 def unheld(rebuild: Rebuild) -> Rebuild:
-    """Wraps a bound method in a function that does not keep the method's object alive."""
+    """Wraps a bound method in a function that does not keep the method's object alive.
+
+    Args:
+        rebuild: Method of an object that the caller keeps alive; afterwards the function must not be called.
+    """
     method = weakref.WeakMethod(rebuild)
 
     def call(view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
@@ -336,9 +340,10 @@ class ResilientOps:
         return result
 
     def follow(self) -> None:
-        """Enters the next generation if a rank has failed since the last operation; does nothing otherwise.
+        """Continues with the ranks that are left, if one is known to have failed; does nothing otherwise.
 
-        To be called only if no rank can have completed more operations than this one: their results would be lost here.
+        For a caller that waits between two operations, without a collective that would notice the failure. No rank may
+        have completed more operations than this one: their results would be discarded here.
 
         Raises:
             EvictedError: The other ranks go on without this one, or no rank is left to go on with.

@@ -342,7 +342,7 @@ def _collect(value: object, shapes: dict[int, tuple[torch.dtype, tuple[int, ...]
 
 
 def _pieces(nbytes: Sequence[int]) -> list[list[int]]:
-    """Groups tensors for the broadcasts, in order, by at most `PIECE_NBYTES` unless a single tensor is larger.
+    """Groups tensors, in their order, into broadcasts of at most `PIECE_NBYTES`; a larger tensor has one to itself.
 
     Args:
         nbytes: Number of bytes of each tensor.
