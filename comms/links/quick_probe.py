@@ -223,7 +223,10 @@ class PairedExchanges:
         return None if own is None else own[own[0] == self._own]
 
     def _connect(self) -> None:
-        """Connects the first ranks of all nodes, and keeps the transport if it can exchange between two of them."""
+        """Connects the first ranks of all nodes, and sets `_rail` to their transport if it is gloo's.
+
+        Others cannot exchange between two ranks: `_rail` then stays None, and `is_possible` becomes False.
+        """
         rail = self._communicator.transport((0, 0), self._members)
         if isinstance(rail, MeetsInPairs):
             rail.connect_both_ways()  # also if this node has no partner at first

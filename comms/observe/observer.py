@@ -169,7 +169,17 @@ class Observer(StepListener):
                 log.error("`trace` is %s: %s", file, error)
 
     def trace(self, file: Path, steps: int) -> None:
-        """Begins a trace of the next steps; see `HookState.trace`."""
+        """Begins a trace of the next steps; every rank calls it between the same two steps, see `HookState.trace`.
+
+        Args:
+            file: Path of the file, which rank 0 writes when the last of the steps has ended.
+            steps: Number of steps.
+
+        Raises:
+            ValueError: `steps` is less than one.
+            OSError: Rank 0 cannot write the file; raised on all ranks.
+            RuntimeError: A trace is being made already.
+        """
         if steps < 1:
             raise ValueError(f"`steps` is {steps}; wanted a number of steps >= 1")
         if self._trace is not None:

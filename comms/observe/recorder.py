@@ -58,7 +58,15 @@ class Recorder:
         self.nvtx = nvtx
 
     def note(self, track: str, name: str, began: Mark, ended: Mark, **details: Detail) -> None:
-        """Adds an interval that has ended."""
+        """Adds an interval that has ended to the trace; does nothing if no notes are kept (`keeps`).
+
+        Args:
+            track: Name of the row of the timeline; see `Note`.
+            name: Text of the interval.
+            began: Begin; on CUDA, a mark in the stream.
+            ended: End; on CUDA, a mark in the stream.
+            details: Further values, shown when the interval is selected.
+        """
         if self._keeps:
             self.notes.append(Note(track, name, began, ended, details))
 

@@ -101,7 +101,7 @@ def diagnose(
     Args:
         reports: Rank of the communicator -> its report, of the ranks that have published one.
         hostnames: Host of each rank.
-        ranks: Rank in the default group of each rank.
+        ranks: Number in the default group of each rank of the communicator.
         on_cuda: True if the gradients are on CUDA devices: reports then lack the launch in which a rank waits.
     """
     positions = positions_of(reports, on_cuda=on_cuda)
@@ -189,13 +189,13 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class WatchedJob:
-    """The ranks that a stall watch diagnoses.
+    """The ranks of a communicator that a stall watch diagnoses, and what its messages call them.
 
     Attributes:
         rank: This rank, in the communicator.
-        hostnames: Host of each rank.
-        ranks: Rank in the default group of each rank; messages name these.
-        contents: Contents of each bucket.
+        hostnames: Host of each rank of the communicator.
+        ranks: Number in the default group of each rank of the communicator; messages name it.
+        contents: Index of a bucket -> (number of elements, names of its parameters).
         on_cuda: True if the gradients are on CUDA devices.
         waits: Waits of this rank in all models of the job; None if they are not published.
     """

@@ -476,7 +476,7 @@ class _Diagnosis:
     Args:
         communicator: Communicator of the gradients.
         names: Returns the parameters of a bucket.
-        ranks: Rank in the default group of each rank; messages name these.
+        ranks: Number in the default group of each rank of the communicator; messages name it.
 
     Attributes:
         found: Stragglers and slow links as of the last breakdown.
@@ -501,7 +501,7 @@ class _Diagnosis:
 
         Args:
             breakdowns: Breakdowns of all ranks.
-            columns: Bucket of each column.
+            columns: Index of the bucket, or of the last of a group, that each column of the breakdowns is about.
             long_step: Step with a long wait that is to be explained; None without one.
         """
         length = statistics.median(breakdown.step_seconds for breakdown in breakdowns)
@@ -537,7 +537,7 @@ class _Diagnosis:
         Args:
             late: Late ranks that are sure, the longest delay first.
             breakdowns: Breakdowns of all ranks, by which the first late step is found.
-            columns: Bucket of each column of the breakdowns.
+            columns: Index of the bucket of each column of the breakdowns.
             length: Length of a step in seconds.
         """
         stragglers = {each.rank for each in late}
@@ -565,9 +565,9 @@ class _Diagnosis:
         """Returns the finding about late ranks of one node.
 
         Args:
-            ranks: The late ranks, in the default group.
-            worst: The one with the longest delay.
-            columns: Bucket of each column.
+            ranks: The late ranks, by their numbers in the default group.
+            worst: The one with the longest delay, and the column of the breakdowns in which it begins.
+            columns: Index of the bucket of each column of the breakdowns.
             length: Length of a step in seconds.
             since: First step of the delay; -1 if it is not known.
             once: Whether the delay was that of a single step.
@@ -685,7 +685,7 @@ class StragglerWatch:
         communicator: Communicator of the gradients.
         every: Steps between two breakdowns without a reason.
         names: Returns the parameters of a bucket.
-        ranks: Rank in the default group of each rank; messages and reports name these.
+        ranks: Number in the default group of each rank of the communicator; messages and reports name it.
     """
 
     def __init__(self, communicator: Communicator, every: int, names: Names, ranks: Sequence[int]) -> None:
