@@ -337,8 +337,8 @@ class FragmentAveraging:
         # Count what is sent here as bytes of `synchronize`, not of exchanges.
         finite, before = False, self.nic_bytes.exchanged
         try:
-            averages, unfinished = self._averages(fragments, announce)
-            finite = not unfinished
+            averages, nonfinite = self._averages(fragments, announce)
+            finite = not nonfinite
         finally:
             self.decide(finite, fragments)
             if self.compression is not None:
@@ -347,7 +347,7 @@ class FragmentAveraging:
         # When this ends, all ranks have the averages, and none keeps a copy for others.
         if self.resilient_ops is not None and not self.alone:
             self.mean_of(fragments[0].anchor.new_zeros(1))
-        return averages, unfinished
+        return averages, nonfinite
 
     def differing(self, fragments: Sequence[Fragment]) -> tuple[int, ...]:
         """Compares all anchors and momenta, and returns the ranks whose values differ from those of rank 0.
@@ -419,8 +419,8 @@ class FragmentAveraging:
             self.decide(False, fragments)
             if not self.messages.announced:
                 announce()
-            averages, unfinished = self._averages_now(fragments)
-            mark = averages[0].new_tensor([names.index(unfinished)], dtype=wide)
+            averages, nonfinite = self._averages_now(fragments)
+            mark = averages[0].new_tensor([names.index(nonfinite)], dtype=wide)
             return torch.cat([mark, *(average.to(wide) for average in averages)])
 
         like = torch.empty(1, dtype=wide, device=self.communicator.device).expand(1 + sum(sizes))
@@ -431,13 +431,26 @@ class FragmentAveraging:
         return averages, names[int(found[0])]
 
     def _averages_now(self, fragments: Sequence[Fragment]) -> tuple[list[Tensor], str]:
-        """Averages all fragments once; returns the averages, and the name of a parameter that is not finite, or ""."""
-        averages, unfinished = [self._average_of(number, each) for number, each in enumerate(fragments)], ""
+        """Averages the pseudo-gradients of all fragments now, uncompressed and with residuals; all ranks call it.
+
+        It does not try again after a rank failure; `_averages` does. See `_average_of` for what happens to residuals.
+
+        Args:
+            fragments: Fragments of the model, in the same order on all ranks.
+
+        Returns:
+            New (numel) tensor with the average of each fragment. And the name of a parameter whose average has an
+            element that is not finite, or "" without one: the same on all ranks, also on those that do not hold it.
+
+        Raises:
+            RuntimeError: An exchange failed.
+        """
+        averages, nonfinite = [self._average_of(number, each) for number, each in enumerate(fragments)], ""
         for fragment, average in zip(fragments, averages, strict=True):
-            if not unfinished and not is_finite(average):
-                unfinished = fragment.unfinished(average)[0]
+            if not nonfinite and not is_finite(average):
+                nonfinite = fragment.nonfinite(average)[0]
         self.communicator.executor.release()  # raises the error of an abort meanwhile; on CUDA the host has waited
-        return averages, next((name for name in self.agreement.gather(unfinished) if name), "")
+        return averages, next((name for name in self.agreement.gather(nonfinite) if name), "")
 
     def _average_of(self, number: int, fragment: Fragment) -> Tensor:
         """Averages one fragment's present pseudo-gradients over all ranks now, uncompressed and with residuals.
@@ -513,15 +526,21 @@ class FragmentAveraging:
         pending.flat.copy_(average)
 
     def _attempt(self, fragment: Fragment, pending: Pending, begun: int) -> Tensor:
-        """Waits for an exchange once in elastic training, after starting it again if the ranks have changed.
+        """Waits for the average of an exchange in elastic training; called again after each rank failure.
+
+        If the exchange was started among other ranks than the present ones, this computes the pseudo-gradient again and
+        starts the exchange anew.
 
         Args:
             fragment: Fragment of the exchange.
-            pending: The exchange; its pseudo-gradient is computed again if it is restarted.
+            pending: The exchange. `flat` becomes the average; `differing` is set if anchors are compared.
             begun: Number of exchanges that this rank has begun, which is published before it waits.
 
         Returns:
-            A copy of the average, which is kept for ranks that have missed it.
+            (numel) copy of the average, which `ResilientOps.complete` keeps for ranks that have missed it.
+
+        Raises:
+            RuntimeError: A rank has failed, or the exchange has.
         """
         if pending.communicator is not self.communicator:
             self.decide(False, [fragment])

@@ -202,11 +202,11 @@ class OuterExchange:
         if not self.averaging.alone:
             self._catch_up()
         # Average all fragments; nothing changes if an element is not finite.
-        averages, unfinished = self.averaging.averages(self.fragments, self._announce)
-        if unfinished:
+        averages, nonfinite = self.averaging.averages(self.fragments, self._announce)
+        if nonfinite:
             self.skipped += len(self.fragments)
             raise RuntimeError(
-                f"`{unfinished}` and perhaps more are not finite on a rank, so the ranks were not synchronized and "
+                f"`{nonfinite}` and perhaps more are not finite on a rank, so the ranks were not synchronized and "
                 "each keeps its own: load the last checkpoint on all ranks"
             )
         for fragment, average in zip(self.fragments, averages, strict=True):
@@ -402,9 +402,13 @@ class OuterExchange:
             self._notify_listeners(pending)
 
     def _notify_listeners(self, pending: Pending) -> None:
-        """Passes a finished exchange to the session's listeners, as a step that has ended.
+        """Passes an exchange that has ended to the session's listeners, such as those of reports, as an ended step.
 
-        In elastic training the listeners send nothing to other ranks because of it.
+        In elastic training it is marked as a step that other ranks may not have taken (`EndedStep.together` is False):
+        then no listener reports it to other ranks.
+
+        Args:
+            pending: The exchange, whether its result was applied or skipped.
         """
         session = self.averaging.session
         buckets = [] if pending.bucket is None else [pending.bucket]
@@ -443,7 +447,7 @@ class OuterExchange:
             self._different = DIFFERENT.format(begun=self.begun - 1, ranks=ranks)
             raise RuntimeError(self._different)
         if not pending.finite:
-            names = fragment.unfinished(pending.flat)
+            names = fragment.nonfinite(pending.flat)
             log.warning(
                 "gradwire: exchange %d of fragment %d is not finite (`%s`%s) and is skipped: each worker continues "
                 "with its own parameters",

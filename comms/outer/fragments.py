@@ -318,17 +318,21 @@ class Fragment:
         sizes = [shape.numel() for shape in self._shapes]
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), self._shapes, strict=True)]
 
-    def unfinished(self, flat: Tensor) -> list[str]:
-        """Returns the names of parameters with an element in `flat` (numel) that is not finite."""
+    def nonfinite(self, flat: Tensor) -> list[str]:
+        """Returns the names of the parameters of which `flat` (numel) has an infinite or NaN element, in order."""
         return [
             name for name, view in zip(self.names, self.views(flat), strict=True) if not bool(view.isfinite().all())
         ]
 
     def _locals(self) -> list[Tensor]:
-        """Returns a view of this rank's part of each parameter, its dimensions in the order of the memory.
+        """Returns a detached view of each parameter, or of this rank's shard of it, in the shape that `views` gives it.
 
-        The views are cached until a parameter has other memory: where its `data` was set. Of a sharded model they are
-        made at each call, because FSDP2 may replace a shard at every step.
+        So its dimensions are in the order of the memory. Views are cached, and made again once a parameter has another
+        address, dtype or strides, as after `parameter.data = tensor`. Of a sharded model they are made at each call,
+        because FSDP2 may replace a shard at every step.
+
+        Raises:
+            RuntimeError: A parameter has another dtype, shape or memory order than at the start.
         """
         if not self._plain:
             return self._locals_now()

@@ -349,7 +349,11 @@ class Outer(TrainingState[AveragingSession]):
         return own
 
     def _step_ended(self) -> None:
-        """Counts a step of training: starts and applies exchanges, or measures it while settings are to be chosen."""
+        """Counts a step of the optimizer, applies the exchange that is due, and starts those that are next.
+
+        While settings are still to be chosen by measurement, there are no exchanges: it measures how long steps take,
+        and after the last of these steps all ranks choose the settings together.
+        """
         self._began = self._began or time.perf_counter()
         if self._choice is None or self._choice.is_made:
             self.exchange.step_ended()

@@ -122,10 +122,14 @@ def peers_of(
 
 
 def shard_groups(held: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]:
-    """Returns groups of ranks that hold the same shards.
+    """Returns the groups in which ranks exchange parameters: the ranks of all workers that hold the same shards.
 
     Args:
-        held: (Key of its shards, ranks of its worker) of each rank, in rank order.
+        held: Of each rank of the job, in rank order: a key that is equal on ranks with the same shards, and the ranks
+            of its worker, over which one copy of the model is sharded.
+
+    Returns:
+        Ranks of each group, ascending. Each group has at least one rank of every worker.
 
     Raises:
         ValueError: A group has no rank of some worker: workers have different sizes or are sharded differently.
