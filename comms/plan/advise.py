@@ -154,7 +154,7 @@ class Recommendation:
 
     @property
     def write(self) -> str:
-        """Line of code for a script that follows the recommendation."""
+        """What to write in a script: a line of code, or words that say that plain DDP needs none."""
         if self.compressor in SGD_ONLY:
             momentum = "compressor_options=gradwire.take_momentum(optimizer)"
             return f'state = gradwire.HookState(model, compressor="{self.compressor}", {momentum})'

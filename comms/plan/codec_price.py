@@ -168,10 +168,11 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
 
 
 def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> float:
-    """Returns the part of a compressor's bytes that it reduces at owners, ranks that sum one part of the shard each.
+    """Returns the share of the bytes on the wire that a compressor sends in exchanges with owners; see `has_owners`.
 
-    These bytes go to the owners as payloads, and come back from them as sums. The rest is what the compressor sums
-    exactly (biases, by the default rules; PowerSGD's factors), and what all ranks gather.
+    In such an exchange each rank owns a part of the shard: payloads of the part go to the owner in an all-to-all, and
+    their encoded sum comes back in an all-gather. All other bytes are all-reduced (parameters that rules leave
+    uncompressed, as biases; PowerSGD's factors), or are payloads that all ranks gather.
 
     Args:
         compressor: The compressor.
@@ -179,7 +180,7 @@ def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> floa
         group_size: Number of ranks that the shard is summed over.
 
     Returns:
-        A part from 0 to 1; 0.0 if nothing is sent.
+        The share, 0 to 1; 0.0 if nothing is sent.
     """
     sent = [(each, each.wire_nbytes(part, group_size)) for each, part in traits_of(compressor).parts(layout)]
     owned = sum(nbytes for each, nbytes in sent if traits_of(each).has_owners)
@@ -247,21 +248,22 @@ def measured_price(
 def _timed(
     compressor: Compressor, layout: Layout, group: EchoGroup, seconds: float, together: Callable[[], object]
 ) -> tuple[float, int, float]:
-    """Times compressed all-reduces of random gradients in which nothing is sent.
+    """Measures the processor time of one compressed all-reduce of a random gradient, in which nothing is sent.
 
-    Processor seconds of a round and the part of a core that this rank has are measured apart, because the wall-clock
-    time of a single round depends on the scheduler if ranks share cores. All ranks measure for the same time, so that
-    none ends early and leaves its core to the others.
+    The wall-clock time of one all-reduce depends on the scheduler if ranks share cores. So this measures processor
+    seconds, and beside them the part of a core that this rank gets; `alone` makes wall-clock seconds of the two. All
+    ranks measure for the same time, so that none ends early and leaves its core to the others.
 
     Args:
         compressor: The compressor; its state is changed.
-        layout: Parameters of the gradient.
-        group: Stands for a group of ranks, and sends nothing.
-        seconds: Seconds of the measurement.
-        together: Returns when all ranks of this machine have called it; called before the timed rounds.
+        layout: Place of each parameter in the gradient.
+        group: Simulates the other ranks; its counters are changed.
+        seconds: Time for which the all-reduce is repeated, after a dense one and a compressed one that are not timed.
+        together: Returns when all ranks of this machine have called it; called before the timed all-reduces.
 
     Returns:
-        Mean processor seconds of a round, number of collectives in it, and this rank's part of a core.
+        Mean processor seconds of an all-reduce; how many times in it all ranks wait for each other, see
+        `EchoGroup.rounds`; and processor seconds per second of wall-clock time while all ranks measure.
     """
     from gradwire.compressors.optim.peers import run_requests
 

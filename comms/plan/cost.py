@@ -67,13 +67,13 @@ EXACT = CodecPrice("none")
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """Predicted cost of one phase, linear in the size of the bucket.
+    """Predicted cost of one phase, linear in the size of the bucket: the alpha-beta model.
 
     Attributes:
         alpha_seconds: Sum of the latencies of the messages that follow one another.
-        seconds_per_byte: Seconds of the slowest link for each byte of the bucket.
-        egress: Bytes that leave each unit for each byte of the bucket.
-        byte_share: Part of those seconds in which the link is busy; other chunks use the rest.
+        seconds_per_byte: Time on the slowest link for each byte of the bucket.
+        egress: Bytes that leave each rank, node and rack for each byte of the bucket.
+        byte_share: Part of that time, 0 to 1, in which the phase occupies the link; other chunks use the rest.
     """
 
     alpha_seconds: float

@@ -439,7 +439,7 @@ def compressed_cost(cluster: Cluster, phase: Phase, cost: PhaseCost, price: Code
 def _costs(
     cluster: Cluster, name: str, algorithm: str = RING, owned: float = 0.0
 ) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
-    """Returns the cost of each phase of a plan, and the largest share of the bucket that one rank handles in it.
+    """Returns the costs of a plan's phases, and for each phase the largest share of the bucket that one rank handles.
 
     Args:
         cluster: Placement of the ranks, and link rates.
@@ -457,7 +457,17 @@ def _costs(
 def _known_costs(
     cluster: Cluster, name: str, algorithm: str, owned: bool
 ) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
-    """Returns `_costs` for payloads of which all bytes go to owners (`owned`), or none; computed once per cluster."""
+    """Returns what `_costs` does if all bytes of a compressor go to owners, or none; cached.
+
+    Args:
+        cluster: Placement of the ranks, and link rates.
+        name: Name of the plan.
+        algorithm: Algorithm of the flat plan instead of a ring.
+        owned: True if all bytes go to owners; False if none, and without a compressor.
+
+    Returns:
+        Cost of each phase; and the largest share of the bucket, 0 to 1, that one rank handles in each phase.
+    """
     phases = make_phases(cluster, name, COMPRESSED if owned else None)
     if name == "flat":
         phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
