@@ -768,7 +768,7 @@ class GradientState(TrainingState[S]):
                 state._warn_of_resume()
 
         def averaged() -> bool:
-            return (state := this()) is not None and (state.steps > 0 or bool(state._starts_anew()))
+            return (state := this()) is not None and (state.steps > 0 or bool(state._kept_in_words()))
 
         name = config.compressor or "none"
         options, rules = config.compressor_options, config.rules
@@ -786,16 +786,16 @@ class GradientState(TrainingState[S]):
 
         It is called before the first step of such an optimizer.
         """
-        if not self._loaded and self.config.join is None and (anew := self._starts_anew()):
+        if not self._loaded and self.config.join is None and (kept := self._kept_in_words()):
             log.warning(
                 "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what "
                 "it held back, so training goes on otherwise than it would have. Save state.state_dict() of each "
                 "rank, and load it",
-                anew,
+                kept,
             )
 
-    def _starts_anew(self) -> str:
-        """Returns the name of the compressor if it keeps tensors, such as residuals, from step to step; else empty."""
+    def _kept_in_words(self) -> str:
+        """Returns the name of the compressor if it keeps tensors, such as residuals, from step to step; else ""."""
         compression = None if self._connection is None else self._connection.compression
         if compression is None:
             return ""

@@ -283,15 +283,16 @@ class GradientReduceScatter(ReduceScatter):
 
 
 def divisor_of(op: object, size: int, param_group: ShardedParamGroup) -> float:
-    """Returns the divisor that turns a sum into what `op` asks for.
+    """Returns the divisor that turns a sum into what `op` asks for: 1, the number of ranks, or the group's own factor.
 
     Args:
-        op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
+        op: SUM, AVG, or PREMUL_SUM of the factor that the user gave to `set_gradient_divide_factor()`; any other one is
+            taken for that, as torch gives none.
         size: Number of ranks.
-        param_group: The parameter group, which has the factor of `set_gradient_divide_factor()`.
+        param_group: The parameter group, which has that factor.
 
     Raises:
-        ValueError: `op` is none of these.
+        ValueError: `op` is neither SUM nor AVG, and no factor was given.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0

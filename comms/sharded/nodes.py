@@ -182,7 +182,14 @@ class PlannedNodes(ShardNodes):
         self._member = Member(self._counterparts.index(communicator.rank), len(members))
 
     def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> ShardWork:
-        """Starts a planned reduce-scatter of gradients: exact inside a node, with `exchange` between nodes."""
+        """Starts a planned reduce-scatter of gradients: exact inside a node, with `exchange` between nodes.
+
+        Args:
+            choice: Name of the format between nodes, such as "int8".
+            payload_nbytes: Bytes of the payload of one flat shard.
+            source: (ranks * numel of a flat shard), 1-D; flat shard r is for rank r. Overwritten.
+            exchange: Exchange between the nodes, which also stores this rank's sum.
+        """
         plan = self._plan(REDUCE_SCATTER, source.numel() // self.size, source.dtype, choice, payload_nbytes)
 
         def coded(region: Tensor, member: Member) -> Iterator[Request]:
@@ -194,7 +201,15 @@ class PlannedNodes(ShardNodes):
     def all_gather(
         self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceShard
     ) -> ShardWork:
-        """Starts a planned all-gather of weights: with `exchange` between nodes, then copied inside each node."""
+        """Starts a planned all-gather of weights: with `exchange` between nodes, then copied inside each node.
+
+        Args:
+            choice: Name of the format between nodes, such as "int8".
+            payload_nbytes: Bytes of the payload of one flat shard; 0 if `exchange` communicates nothing.
+            row: Number of elements and dtype of the flat shards that `exchange` returns.
+            exchange: Exchange between the nodes.
+            place: Called with (rank's index in the group, its flat shard) for each rank, once all have arrived.
+        """
         # The threads of lanes write to these flat shards, so they are made outside of a caller's inference mode.
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False):
@@ -335,7 +350,14 @@ class StreamNodes(ShardNodes):
         self._member = Member(counterparts.index(rank), len(counterparts))
 
     def reduce_scatter(self, choice: str, payload_nbytes: int, source: Tensor, exchange: Summing) -> None:
-        """Issues both steps on the current stream: a reduce-scatter inside the node, then the compressed exchange."""
+        """Issues both steps on the current stream: a reduce-scatter inside the node, then the compressed exchange.
+
+        Args:
+            choice: Ignored: `exchange` has the format.
+            payload_nbytes: Ignored.
+            source: (ranks * numel of a flat shard), 1-D; flat shard r is for rank r.
+            exchange: Exchange between the nodes, which also stores this rank's sum.
+        """
         rows = source.view(self.size, -1)
         mine = [rows[node[self.place]] for node in self._nodes]
         if self._inside is not None:
@@ -350,7 +372,15 @@ class StreamNodes(ShardNodes):
     def all_gather(
         self, choice: str, payload_nbytes: int, row: tuple[int, torch.dtype], exchange: Gathering, place: PlaceShard
     ) -> None:
-        """Issues both steps on the current stream: the compressed exchange, then an all-gather inside the node."""
+        """Issues both steps on the current stream: the compressed exchange, then an all-gather inside the node.
+
+        Args:
+            choice: Ignored: `exchange` has the format.
+            payload_nbytes: Ignored.
+            row: Number of elements and dtype of the flat shards that `exchange` returns.
+            exchange: Exchange between the nodes.
+            place: Called with (rank's index in the group, its flat shard) for each rank, in the current stream's order.
+        """
         requests = exchange(self._member)
         while True:
             try:

@@ -42,7 +42,12 @@ class TorchGroups:
         return collective() if issuer is None else issuer.issue(collective)
 
     def _join(self, group: dist.ProcessGroup) -> TorchIssuer | None:
-        """Has the device order a group's launches; returns None for a group that is not torch's NCCL."""
+        """Registers a group, so that its launches are ordered with all others on the device.
+
+        Returns:
+            Issues the group's collectives in that order. None if they are issued as is: the group has no NCCL of
+            torch's on this device, or is a group of gradwire's, which orders its own launches.
+        """
         backend = None if isinstance(group, SerializesLaunches) else nccl_backend_of(group, self._device)
         if backend is None:
             return None

@@ -70,19 +70,20 @@ OF_SHARDS = ", of the ranks that share parameters"
 
 @dataclass(frozen=True, slots=True)
 class ShardTraffic:
-    """The collectives between ranks that share parameters, and their state.
+    """FSDP2's collectives between ranks that share parameters: what runs and describes them, and the state they keep.
 
     Attributes:
-        communicators: On a CPU, one for each of this rank's groups with several ranks; closed with the model.
+        communicators: On a CPU, one for each process group with several ranks; closed with the model. Empty on CUDA.
         stats: Counters of compressed collectives on CUDA; None if none is compressed.
         rounding: Keys of random rounding, saved with the state; None if no collective is compressed.
         described: One line for a report, about formats and placement; empty if there are no collectives of gradwire.
         plans: Returns a paragraph about each plan of a compressed collective, for a report; none on CUDA.
-        overlap: The reduce-scatters in flight on a CPU; None on CUDA.
-        nodes: Placement of the ranks as text, see `ShardLinks.nodes`; empty if no state depends on it.
+        overlap: Holds the reduce-scatters in flight on a CPU, and waits for them; None on CUDA.
         torchs: Orders launches on torch's groups with gradwire's on CUDA; None on a CPU, or if only torch launches.
-        carried: State that compressed collectives carry from step to step, by kind and number of parameter group.
-        rows: Descriptions of the parts of `carried` that this rank loaded, one for each group and kind.
+        nodes: Placement of the ranks as text, see `ShardLinks.nodes`; empty if no state depends on it.
+        carried: State that compressed collectives keep from step to step, by key: `residual/3` is the compression error
+            of the gradients of parameter group 3, `sent/3` its weights as they were sent last.
+        rows: Compare between ranks what each has loaded into `carried`; one for each process group and kind of state.
     """
 
     communicators: tuple[Communicator, ...] = ()
@@ -243,13 +244,14 @@ class FsdpState(GradientState[AveragingSession]):
         """True if residuals are pending, so that the state fits these ranks only; the same on all ranks."""
         return super().dirty or any(each.holds for each in self._shards.residuals)
 
-    def _starts_anew(self) -> str:
-        """Returns what keeps tensors from step to step, in words: the compressor's name, `shards`, both, or nothing.
+    def _kept_in_words(self) -> str:
+        """Returns the options by which this state keeps tensors from step to step, such as residuals; "" without any.
 
-        It is named in the warning that the optimizer continues from a checkpoint and this state does not.
+        That is the compressor's name, "`shards`", or both with "and". A warning names them if the optimizer has loaded
+        a checkpoint and this state has not, so that these tensors are lost.
         """
         shards = "`shards`" if any(each.rows is not None for each in self._shards.residuals) else ""
-        return " and ".join(filter(None, (super()._starts_anew(), shards)))
+        return " and ".join(filter(None, (super()._kept_in_words(), shards)))
 
     @property
     def _compresses_replicas(self) -> bool:
@@ -298,7 +300,8 @@ class FsdpState(GradientState[AveragingSession]):
         """Loads this rank's entry of a checkpoint; nothing is changed before all of it was accepted.
 
         Raises:
-            ValueError: The entry is of another model, mesh or placement and still holds residuals, or is damaged.
+            ValueError: The entry is of another model, mesh or placement and still holds residuals; it was saved without
+                the compressor that is used between replicas; or it is damaged.
         """
         own = unpack(found, *self._place())
         if own is None:
