@@ -215,7 +215,11 @@ class Listeners:
         return any(each.ends_after_ddp for each in self._made.values())
 
     def step_began(self, steps: int) -> None:
-        """Passes the beginning of a step to all listeners."""
+        """Passes the beginning of a step to all listeners, before its first bucket is sent.
+
+        Args:
+            steps: Number of finished steps.
+        """
         for each in self._made.values():
             each.step_began(steps)
 

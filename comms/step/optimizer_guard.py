@@ -26,7 +26,7 @@ def guard(state: ReportsFailures) -> None:
 
 
 def release(state: ReportsFailures) -> None:
-    """Makes optimizers step without raising the failures of `state` again: undoes `guard`."""
+    """Undoes `guard`: optimizers no longer raise the failures of `state` before they step; a no-op without `guard`."""
     _guarded.discard(state)
 
 

@@ -123,7 +123,14 @@ class PassesPerStep(StepListener):
                     self._sample[number] = each, version, _values(each).clone()
 
     def step_ended(self, step: EndedStep) -> None:
-        """Counts a pass with gradients of this rank, unless nothing is compressed."""
+        """Counts the finished backward pass, if dense gradients of this rank were averaged in it.
+
+        Does not count a pass that `Join` takes for this rank, which has no inputs left; nor any pass if all ranks are
+        on one node, where nothing is compressed.
+
+        Args:
+            step: The finished step; not read.
+        """
         counts = bool(self._sample) and not self._compression.is_idle
         self._passes += counts
         self._all_passes += counts
