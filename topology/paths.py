@@ -197,7 +197,7 @@ class Distances:
 
     @cached_property
     def _over_c2c(self) -> dict[str, frozenset[str]]:
-        """Returns GPU with a chip-to-chip link -> its local NICs, the only ones that NCCL reaches over that link."""
+        """Returns GPU with a chip-to-chip link to its CPU -> NICs that NCCL reaches over it: those of `local_nics`."""
         coherent = {link.a for link in self.machine.links if link.kind == "c2c"}
         rates = {nic.key: nic_bytes_per_second(nic) for nic in self.machine.nics} if coherent else {}
         gpus = (gpu for gpu in self.machine.gpus if gpu.key in coherent)

@@ -88,7 +88,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Joins rank numbers for a sentence: `rank 3`, `ranks 0, 1, 2`; of more than eight the first and `and 4 more`.
+    """Joins rank numbers for a sentence: `rank 3`, `ranks 0, 1, 2`; after the first eight `and 4 more`.
 
     Args:
         ranks: Rank numbers in the order of the sentence.

@@ -104,7 +104,7 @@ class Files:
         return matches
 
     def names(self, path: str) -> tuple[str, ...] | None:
-        """Returns the sorted names in a folder; None if it is absent or cannot be listed."""
+        """Returns the sorted names in a folder, the first 4096 at most; None if it is absent or cannot be listed."""
         place = self._resolve(path)
         if place is None:
             return None
