@@ -152,7 +152,11 @@ class MpiGroup:
         return self._communicators[0]
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """Starts an exchange of slices; `wait` sums the own slice and all-gathers the sums."""
+        """Replaces `tensor` by the sum of `scale * tensor` over the ranks; `scale` is applied before this returns.
+
+        Starts an MPI alltoallv by which each rank gets one slice of all tensors. The work's `wait` sums that slice in
+        rank order, and all-gathers the sums; so all ranks wait for their works in the same order.
+        """
         flat = tensor.view(-1)
         bounds = even_bounds(flat.numel(), self.size)
         return Then(
@@ -160,7 +164,11 @@ class MpiGroup:
         )
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
-        """Starts an exchange of slices; `wait` sums this rank's slice, in rank order."""
+        """Sums `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
+
+        Starts an MPI alltoallv by which each rank gets its slice of all tensors. The work's `wait` sums it in rank
+        order.
+        """
         return self._scatter(tensor, bounds, scale)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:

@@ -105,7 +105,10 @@ class _Rendezvous:
         return message
 
     def raise_if_failed(self) -> None:
-        """Raises a PeerError if a rank of the group has exited, or a rank of another group has aborted."""
+        """Raises a PeerError if a rank of this group has exited, or any other rank of the job has signalled an abort.
+
+        Does nothing without a liveness check. It may be called often: the check limits how often it asks the store.
+        """
         if self._peer_wait is not None and (failed := self._peer_wait.failure(self._during)) is not None:
             raise failed
 
