@@ -132,7 +132,7 @@ class WatchReport:
         return json.dumps(asdict(self))
 
     def to_prometheus(self) -> str:
-        """Returns metrics in the text format of Prometheus: collectives, waits, stalls, present stragglers, links."""
+        """Returns metrics as Prometheus text: collectives, waits, present stragglers, links, stalls, disagreements."""
         lines = ["# TYPE gradwire_watch_collectives counter"]
         lines += [f'gradwire_watch_collectives{{group="{each.name}"}} {each.collectives}' for each in self.groups]
         lines.append("# TYPE gradwire_watch_under_way_seconds counter")

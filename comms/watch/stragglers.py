@@ -165,10 +165,15 @@ class GroupWaits:
         return len(self._slices) >= SLICES
 
     def behind(self, *, suspected: bool = False) -> dict[int, tuple[float, float, float]]:
-        """Returns rank -> (its delay in seconds per second, since when, until when, by its own clock).
+        """Returns the ranks that come late to this group's collectives: they wait in them less than the median rank.
 
         Args:
-            suspected: True to include ranks that would be named if all further slices were like those so far.
+            suspected: True to include ranks that were late in every slice so far, of which there are at least
+                `STRONG_SLICES` but too few to name the rank.
+
+        Returns:
+            Rank -> (seconds by which it waits less than the median rank, per second; begin and end of the slices that
+            show it, in seconds by the rank's own clock).
         """
         few = len(self._slices)
         guessed = suspected and STRONG_SLICES <= few < SLICES

@@ -108,7 +108,11 @@ class Watch:
         return self._last if self._session is None else self._session.report
 
     def close(self) -> None:
-        """Ends the watch; rank 0 logs its report and writes the JSON file."""
+        """Ends the watch; rank 0 logs its report and writes the JSON file. Python calls it at exit.
+
+        Restores torch's methods and `sys.excepthook`, and lets signals act again. If SIGTERM has come while the watch
+        handled it, the process ends here. A second call does nothing.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
