@@ -110,7 +110,7 @@ def measure(case: KernelCase, buffers: list[tuple[Tensor, Tensor]], repeats: int
 def _measure_all(
     cases: Mapping[str, Callable[[], KernelCase]], buffers: list[tuple[Tensor, Tensor]], repeats: int
 ) -> list[KernelResult]:
-    """One result for each case, with a line of progress between them."""
+    """Returns one result for each case, with a line of progress between them."""
     status, results = StatusLine(), []
     for number, (name, case) in enumerate(cases.items()):
         status.show(f"{number + 1}/{len(cases)}  {name}")

@@ -112,7 +112,7 @@ def draw_sizes(records: dict[Path, PlotRecord], output: Path) -> list[Path]:
 
 
 def _label_sizes(axes: "Axes", kind: str, sizes: list[int], collective: str) -> None:
-    """Label the axes with units: sizes in powers of two, times in decades."""
+    """Labels the axes with units: sizes in powers of two, times in decades."""
     axes.set_xscale("log", base=2)
     ticks = sorted(set(sizes))
     step = max(1, -(-len(ticks) // _MOST_TICKS))

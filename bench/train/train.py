@@ -118,7 +118,7 @@ class HookTraining:
             torch.cuda.synchronize(self.device)  # the clock stops when the step is done, not when it was asked for
 
     def end_step(self, _: int) -> None:
-        """Advance the schedule and read the loss, outside the timed part of a step."""
+        """Advances the schedule and reads the loss, outside the timed part of a step."""
         self._schedule.step()
         self.losses.append(self._loss.item())
 

@@ -113,7 +113,7 @@ class Agreement:
         return self._result(place)
 
     def same(self, value: object) -> None:
-        """Check that the value is the same on all ranks.
+        """Checks that the value is the same on all ranks.
 
         Raises:
             ValueError: It is not, or a rank did not take part; raised on every rank that did.
@@ -144,7 +144,7 @@ class Agreement:
             raise RuntimeError(f"{error}: all ranks must {self._must}") from None
 
     def compare(self, facts: Mapping[str, str], remedy: str, like: Sequence[int] | None = None) -> None:
-        """Check that facts are the same on all ranks. Digests are compared first; facts are sent only if they differ.
+        """Checks that facts are the same on all ranks. Digests are compared first; facts are sent only if they differ.
 
         Args:
             facts: Name -> value, in an order that is the same on all ranks if they agree.
@@ -236,7 +236,7 @@ class Agreement:
         return [keys[start : start + BLOCK] for start in range(0, self.size, BLOCK)]
 
     def _time_out(self, place: str) -> None:
-        """After a timeout, publish a verdict that names the missing ranks, or wait for the rank that does.
+        """Publishes, after a timeout, a verdict that names the missing ranks, or waits for the rank that does.
 
         The first rank to time out decides for all. Rank 0 sets its verdict by the same compare-and-set.
         """

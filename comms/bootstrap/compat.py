@@ -106,7 +106,7 @@ class BackendWork(Protocol):
         """Blocks until the work is done, or raises its error. Also raises after the timeout, while the work goes on."""
 
     def is_completed(self) -> bool:
-        """Whether the work has ended, with or without an error."""
+        """Returns whether the work has ended, with or without an error."""
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """Returns a future of the tensors that the collective changed."""
@@ -183,7 +183,7 @@ _GLOO_CONNECTION_WORDS = ("gloo/transport/", "gloo/rendezvous/", "pair closure",
 
 
 def blames_connection(error: BaseException) -> bool:
-    """Whether an error of gloo is about a connection or a timeout, and not about an argument of the call."""
+    """Returns whether an error of gloo is about a connection or a timeout, and not about an argument of the call."""
     return any(words in str(error) for words in _GLOO_CONNECTION_WORDS)
 
 
@@ -192,13 +192,13 @@ GLOO_SUMS_KNOWN_UP_TO = (2, 15)
 
 
 def knows_gloo_sums(version: str = torch.__version__) -> bool:
-    """Whether the order of gloo's sums is known for a release of torch, such as 2.13.0+cpu."""
+    """Returns whether the order of gloo's sums is known for a release of torch, such as 2.13.0+cpu."""
     major, minor = version.split(".")[:2]
     return (int(major), int(minor)) <= GLOO_SUMS_KNOWN_UP_TO
 
 
 def numbers_from_zero(version: str = torch.__version__) -> bool:
-    """Whether backends of a release of torch number their collectives without being told to: 2.14 warns if they are."""
+    """Returns whether backends of a release of torch number collectives by themselves: 2.14 warns if they are told to."""
     major, minor = version.split(".")[:2]
     return (int(major), int(minor)) >= (2, 14)
 
@@ -219,7 +219,7 @@ def store_of(group: dist.ProcessGroup) -> Store:
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed has made a process group; frameworks also make groups of their own."""
+    """Returns whether torch.distributed has made a process group; frameworks also make groups of their own."""
     return group in distributed_c10d._world.pg_map
 
 
@@ -236,7 +236,7 @@ def group_members() -> dict[str, tuple[int, ...]]:
 
 
 def flight_records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, Any]]:
-    """Dump torch's flight recorders, of gloo and, if torch has it, of NCCL.
+    """Returns torch's flight recorders, of gloo and, if torch has it, of NCCL.
 
     Args:
         collectives: Include an entry for each recorded collective, at 30 us each; otherwise only the state of the
@@ -413,7 +413,7 @@ def nccl_backend_of(group: dist.ProcessGroup, device: torch.device) -> TorchGrou
 
 
 def nccl_has_run() -> bool:
-    """Whether a registered group has an NCCL communicator already, so that NCCL has read its environment variables."""
+    """Returns whether a registered group has an NCCL communicator: then NCCL has read its environment variables."""
     for group in list(distributed_c10d._world.pg_map):
         backend = nccl_backend_of(group, torch.device("cuda"))
         if backend is not None and getattr(backend, "_is_initialized", lambda: True)():
@@ -429,7 +429,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def makes_group_calls(backend: TorchGroup) -> bool:
-    """Whether coalescing on this NCCL backend makes one group call of several collectives.
+    """Returns whether coalescing on this NCCL backend makes one group call of several collectives.
 
     The backend `nccl2` of torch 2.15 coalesces only sends and receives: a collective inside is issued at once, and the
     work that `_end_coalescing` returns does not include it.
@@ -484,7 +484,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
 
 
 def is_at_node() -> bool:
-    """Whether this thread is at a node of a backward pass.
+    """Returns whether this thread is at a node of a backward pass.
 
     At the end of a pass this is true if the pass ran inside another one, as in a reentrant checkpoint.
     """
@@ -492,7 +492,7 @@ def is_at_node() -> bool:
 
 
 def profiler_is_on() -> bool:
-    """Whether a torch profiler, `torch.profiler.profile` or `emit_nvtx`, is active in any thread of this process.
+    """Returns whether a torch profiler, `torch.profiler.profile` or `emit_nvtx`, is active in any thread.
 
     torch keeps this in a global variable, by which `torch.optim` omits its ranges without a profiler (2.13 to 2.15).
     """
@@ -512,7 +512,7 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def outside_graphs(method: Method) -> Method:
-    """Exclude a method from torch.compile, however deep in a compiled function it is called.
+    """Excludes a method from torch.compile, however deep in a compiled function it is called.
 
     Same as `torch.compiler.disable`, but applied at the first call after torch._dynamo was imported: importing it takes
     seconds, and without it nothing is compiled.
@@ -554,7 +554,7 @@ STEPS_IN_BACKWARD = (
 
 
 def steps_in_backward(model: torch.nn.Module) -> bool:
-    """Whether DDP will register its own hook in the first forward pass, for an optimizer that steps in backward.
+    """Returns whether DDP will register its own hook in the first forward pass: an optimizer steps in backward.
 
     Only parameters that DDP averages count, as in `DistributedDataParallel._setup_in_backward_optimizers`.
     """

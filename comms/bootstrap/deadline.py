@@ -40,7 +40,7 @@ class Deadline:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether some of the work has not completed yet."""
+        """Returns whether some of the work has not completed yet."""
         with self._lock:
             self._drop_passed()
             return bool(self._marks)

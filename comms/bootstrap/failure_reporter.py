@@ -246,7 +246,7 @@ class _Verdict:
         return cls(set(missing), dict(seen))
 
     def packed(self) -> str:
-        """Serialize for the store."""
+        """Serializes this for the store."""
         return json.dumps([sorted(self.missing), self.seen])
 
 

@@ -71,7 +71,7 @@ class PeerFailureError(PeerError):
         self.failure = failure
 
     def __reduce__(self) -> tuple[type["PeerFailureError"], tuple["PeerFailure"]]:  # type: ignore[override]
-        """Pickle together with the failure."""
+        """Pickles this together with the failure."""
         return type(self), (self.failure,)
 
 
@@ -112,7 +112,7 @@ class PeerFailure:
         return cls(*_FAILURE.read(data))
 
     def packed(self, rank: int) -> bytes:
-        """Serialize for another rank.
+        """Serializes this for another rank.
 
         Args:
             rank: This rank, which becomes `reported_by` unless another rank has reported the failure first.

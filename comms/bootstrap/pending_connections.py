@@ -95,7 +95,7 @@ class PendingConnections:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def next(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """Wait for data and return the connections whose first message is complete, or which the client has closed.
+        """Waits for data and returns the connections whose first message is complete, or which the client has closed.
 
         Args:
             seconds: Longest wait.

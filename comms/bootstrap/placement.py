@@ -151,7 +151,7 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
 
 
 def _nvls_possible(device: torch.device) -> bool:
-    """Whether an NVSwitch next to a device, if there is one, could sum in the switch."""
+    """Returns whether an NVSwitch next to a device, if there is one, could sum in the switch."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     # Imported here: ranks on CPUs do not need it.

@@ -115,7 +115,7 @@ class ProbeServer:
             return server
 
     def close(self) -> None:
-        """Decrement the reference count; the last user stops the server."""
+        """Decrements the reference count; the last user stops the server."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -272,7 +272,7 @@ class PeerAddress:
         return cls(*_ADDRESS.read(text))
 
     def packed(self) -> str:
-        """Serialize for the store."""
+        """Serializes this for the store."""
         return json.dumps([self.port, self.addresses, self.kernel])
 
 
@@ -486,7 +486,7 @@ class PeerWait:
         return self.abort_reason(at_once=True) or self._named(exited, when)
 
     def failure(self, when: str) -> PeerError | None:
-        """Check, if that is due, whether a member has exited or another rank has aborted; return the error, or None.
+        """Checks, if that is due, whether a member has exited or another rank has aborted; returns the error, or None.
 
         Args:
             when: Clause that follows "has ended" in the message, such as "before it had connected".

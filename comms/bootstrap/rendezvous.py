@@ -141,7 +141,7 @@ class PeerInfos(Sequence[PeerInfo]):
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
     def pack(self) -> bytes:
-        """Serialize into compressed bytes, which `unpack` parses on another rank."""
+        """Serializes this into compressed bytes, which `unpack` parses on another rank."""
         return _pack(self._columns)
 
     @classmethod
@@ -364,7 +364,7 @@ class _Leader(_Rank):
         self._store.set(ROUND, json.dumps({**record, "outcome": outcome}))
 
     def _can_probe(self) -> bool:
-        """Whether missing ranks can be probed: only if the group met before, or other blocks have addresses."""
+        """Returns whether missing ranks can be probed: only if the group met before, or other blocks have addresses."""
         return self._ended_before is not None or self._own.size > BLOCK
 
     def _missing(self, blocks: Sequence[str], most: int | None = None) -> list[int]:
@@ -413,14 +413,14 @@ class _Follower(_Rank):
         return Naps(self._own.size if self._own.rank % BLOCK else -(-self._own.size // BLOCK))
 
     def _probes_leader(self) -> bool:
-        """Whether this rank probes rank 0: all ranks of its kernel do, as that costs nothing, and a few others."""
+        """Returns whether this rank probes rank 0: all ranks of its kernel do, which costs nothing, and few others."""
         if not self._generation or self._own.size <= BLOCK or self._own.rank % BLOCK == 1:
             return True
         key = f"{self._generation}/rank/0"
         return self._store.check([key]) and _PEER_INFO.read(self._store.read(key)).kernel == own_kernel()
 
     def _report_leader_exited(self) -> None:
-        """Publish that rank 0 has exited, unless rank 0 has published an outcome before.
+        """Publishes that rank 0 has exited, unless rank 0 has published an outcome before.
 
         Raises:
             PeerError: Rank 0 has exited before it published a generation.
@@ -509,7 +509,7 @@ def _columns(texts: Sequence[str]) -> dict[str, Column]:
 
 
 def _join(parts: Sequence[dict[str, Column]]) -> dict[str, Column]:
-    """Concatenate the columns of several blocks of ranks."""
+    """Concatenates the columns of several blocks of ranks."""
     found = {}
     for name in parts[0]:
         numbers: dict[str, int] = {}
@@ -523,7 +523,7 @@ def _join(parts: Sequence[dict[str, Column]]) -> dict[str, Column]:
 
 
 def _pack(columns: dict[str, Column]) -> bytes:
-    """Serialize columns: compressed JSON of the values, and for each index its difference to the previous rank's.
+    """Serializes columns: compressed JSON of the values, and for each index its difference to the previous rank's.
 
     Those differences are mostly 0 (equal values) or 1 (all values distinct), which compresses well.
     """

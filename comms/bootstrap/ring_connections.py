@@ -320,7 +320,7 @@ class RingConnections:
         self.selector.modify(connection, selectors.EVENT_READ)
 
     def handshake(self, connection: socket.socket, peer: PeerConnection) -> bool:
-        """Continue the handshake with what has arrived, and return whether the connection stays open.
+        """Continues the handshake with what has arrived, and returns whether the connection stays open.
 
         On success `peer.known` is true, and `peer.received` keeps the bytes that follow the handshake.
         """

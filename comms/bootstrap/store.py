@@ -73,7 +73,7 @@ class PollingStore(Store):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a new request would be served at once: no request is pending whose caller has timed out."""
+        """Returns whether a new request would be served at once: no request is pending whose caller has timed out."""
         return self._client is None or self._client.is_answering
 
     @property
@@ -200,7 +200,7 @@ class Naps:
         self.longest = max(LONGEST_NAP_SECONDS, ranks / POLLS_PER_SECOND)
 
     def sleep(self, deadline: float) -> None:
-        """Sleep for the next pause, or until `deadline` (monotonic seconds) if that is earlier."""
+        """Sleeps for the next pause, or until `deadline` (monotonic seconds) if that is earlier."""
         time.sleep(max(FIRST_NAP_SECONDS, min(self._next, deadline - time.monotonic())))
         self._next = min(2 * self._next, self.longest)
 
@@ -266,7 +266,7 @@ class _Client:
 
     @property
     def is_answering(self) -> bool:
-        """Whether the connection stands and no request is pending whose caller has timed out."""
+        """Returns whether the connection stands and no request is pending whose caller has timed out."""
         asking = self._asking
         return self._broken is None and not (asking is not None and asking.timed_out)
 

@@ -253,7 +253,7 @@ def _wait(notify: Callable[[BackgroundThread], object], seconds: float) -> set[B
 
 
 def gloo_rests(tasks: Path = Path("/proc/self/task")) -> bool:
-    """Whether none of torch's gloo threads is running or runnable (proc_pid_stat(5): states R and D)."""
+    """Returns whether none of torch's gloo threads is running or runnable (proc_pid_stat(5): states R and D)."""
     for stat in tasks.glob("*/stat"):
         try:
             name, state = stat.read_text().split("(", 1)[1].rsplit(") ", 1)
@@ -266,7 +266,7 @@ def gloo_rests(tasks: Path = Path("/proc/self/task")) -> bool:
 
 
 def wait_for_gloo() -> None:
-    """Wait, without holding the GIL, until torch's gloo threads are idle."""
+    """Waits, without holding the GIL, until torch's gloo threads are idle."""
     deadline = time.monotonic() + GLOO_SECONDS
     resting = 0
     # Twice in a row: a thread that has just been given the GIL runs on.
