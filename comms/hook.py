@@ -156,7 +156,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             raise ValueError(f"`model` {STEPS_IN_BACKWARD}")
         if isinstance(model, DistributedDataParallel) and model.mixed_precision is not None:
             raise ValueError(MIXED_PRECISION)
-        compresses = self._connection is not None and self._connection.compression is not None
+        compresses = self._session is not None and self._session.compression is not None
         if compresses and self.names.shapes and not self.names.bound:
             raise ValueError(
                 "`model` comes after the first step: residuals are already kept under numbers instead of its "
@@ -191,13 +191,13 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; also called when the state is collected, and at exit."""
-        if self._connection is not None:
-            if self._connection.communicator.device.type == "cuda":
+        if self._session is not None:
+            if self._session.communicator.device.type == "cuda":
                 from gradwire.comms.step import optimizer_guard
 
                 optimizer_guard.release(self)
-            self._connection.observer.close()
-            self._close_ranks(self._connection)
+            self._session.observer.close()
+            self._close_ranks(self._session)
 
     def fuse(self, plan: FusionPlan) -> None:
         """Changes which buckets are reduced together, from the next step on; every rank calls it between two steps.
@@ -217,96 +217,96 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             raise RuntimeError(CAPTURED)
         if begins and self.steps == 0:
             self._check_group(bucket)
-        connection = self._connect(flat.device)
+        session = self._connect(flat.device)
         if begins:
-            self._begin_step(connection)
+            self._begin_step(session)
         # Reduce the bucket, inside a range of the profiler if one is recorded.
-        stats = connection.communicator.executor.stats
+        stats = session.communicator.executor.stats
         now = stats.clock.now() if self._timed else None
         if stats.recorder is None:
-            future = self._reduce(bucket, flat, connection, now)
+            future = self._reduce(bucket, flat, session, now)
         else:
             with stats.recorder.host_range(f"bucket {len(self._buckets)}"):
-                future = self._reduce(bucket, flat, connection, now)
+                future = self._reduce(bucket, flat, session, now)
         if bucket.is_last():
-            self._last_bucket_arrived(connection)
+            self._last_bucket_arrived(session)
         return future
 
     def raise_failure(self) -> None:
         """Raises the error with which a step failed on CUDA; no-op on CPUs, where the futures of a step raise it."""
-        if self._connection is not None:
-            self._connection.communicator.executor.raise_failure()
+        if self._session is not None:
+            self._session.communicator.executor.raise_failure()
 
-    def _reduce(self, bucket: GradBucket, flat: Tensor, connection: GradientSession, now: Mark | None) -> FutureTensor:
+    def _reduce(self, bucket: GradBucket, flat: Tensor, session: GradientSession, now: Mark | None) -> FutureTensor:
         """Adds a bucket to the step, and starts the all-reduces that are due.
 
         Args:
             bucket: Bucket from DDP.
             flat: Gradients of the bucket, dense or sparse.
-            connection: Session of the connected ranks.
+            session: Session of the connected ranks.
             now: Time of the bucket's arrival; None if arrivals are not timed in this step.
 
         Returns:
             Future of the bucket's averages.
         """
         if flat.layout != torch.strided:
-            return self._reduce_sparse(bucket, flat, connection)
+            return self._reduce_sparse(bucket, flat, session)
         layout = None
-        if connection.communicator.compressor is not None or self.NEEDS_LAYOUTS:
+        if session.communicator.compressor is not None or self.NEEDS_LAYOUTS:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
-        for listener in connection.listeners.for_buckets if self._has_inputs else ():
+        for listener in session.listeners.for_buckets if self._has_inputs else ():
             listener.bucket_arrived(layout, bucket.parameters(), flat)
-        index, contents = len(self._buckets), connection.observer.contents
+        index, contents = len(self._buckets), session.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), self.names.known(bucket.parameters())
         arrived = Bucket.of(flat, layout, now, index)
         self._buckets.append(arrived)
-        return self._send(connection, arrived)
+        return self._send(session, arrived)
 
-    def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, connection: GradientSession) -> FutureTensor:
+    def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, session: GradientSession) -> FutureTensor:
         """Averages gradients of nn.Embedding(sparse=True), which have buckets of their own and are never compressed.
 
         Args:
             bucket: Bucket from DDP.
             sparse: Gradients of the bucket, in layout torch.sparse_coo.
-            connection: Session of the connected ranks.
+            session: Session of the connected ranks.
 
         Returns:
             Future of the averages.
         """
-        named, contents = self.names.known(bucket.parameters()), connection.observer.contents
+        named, contents = self.names.known(bucket.parameters()), session.observer.contents
         index = next(
             (index for index, (_, names) in contents.items() if index < 0 and names == named), -1 - len(contents)
         )
         contents[index] = sparse.numel(), named
         arrived = Bucket.of(sparse, index=index)
         self._sparse.append(arrived)
-        if connection.weights is not None:
+        if session.weights is not None:
             # Start what was deferred before, so that all ranks start it in the same order.
-            self._launch(connection, (), wait=True)
-            connection.weights.weigh(sparse)
-        scale = connection.scale * connection.after
-        connection.communicator.start_sparse(arrived, scale=scale, as_dense=self.config.sums.sparse_as_dense)
+            self._launch(session, (), wait=True)
+            session.weights.weigh(sparse)
+        scale = session.scale * session.after
+        session.communicator.start_sparse(arrived, scale=scale, as_dense=self.config.sums.sparse_as_dense)
         return arrived.result()
 
-    def _send(self, connection: GradientSession, arrived: Bucket) -> FutureTensor:
+    def _send(self, session: GradientSession, arrived: Bucket) -> FutureTensor:
         """Starts the all-reduces that are due now that a bucket has arrived.
 
         Args:
-            connection: Session of the connected ranks.
+            session: Session of the connected ranks.
             arrived: The bucket that has arrived.
 
         Returns:
             Future of the bucket's averages.
         """
-        self._launch(connection, connection.grouping.add(arrived))
+        self._launch(session, session.grouping.add(arrived))
         return arrived.result()
 
-    def _send_rest(self, connection: GradientSession) -> None:
+    def _send_rest(self, session: GradientSession) -> None:
         """Starts all deferred all-reduces of the step."""
-        self._launch(connection, connection.grouping.flush())
-        connection.communicator.executor.release()
+        self._launch(session, session.grouping.flush())
+        session.communicator.executor.release()
 
     def _connect(self, device: torch.device) -> GradientSession:
         """Returns the connected ranks; at the first call it connects them, and restores a state that was loaded before.
@@ -317,7 +317,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         Raises:
             ValueError: That state does not fit. Later calls raise it again, so that no step runs without the state.
         """
-        if self._connection is None:
+        if self._session is None:
             if not dist.is_initialized():
                 raise RuntimeError(
                     "torch.distributed is not initialised: call dist.init_process_group() before the hook is used"
@@ -325,14 +325,14 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             group = self._group or dist.group.WORLD
             assert group is not None
             self.config = self.config.with_timeout_of(timeout_of(group, device))
-            self._connection = self._connect_ranks(group, device)
+            self._session = self._connect_ranks(group, device)
             if device.type == "cuda":
                 from gradwire.comms.step import optimizer_guard
 
                 optimizer_guard.guard(self)
         if self._pending is not None:
             self._restore(self._pending)
-        return self._connection
+        return self._session
 
     def _connect_ranks(self, group: dist.ProcessGroup, device: torch.device) -> GradientSession:
         """Connects the ranks of a process group.
@@ -350,9 +350,9 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         except DidNotJoinError as error:
             raise error if self._group is not None else DidNotJoinError(f"{error}. {NOT_ALL_JOINED}") from None
 
-    def _close_ranks(self, connection: GradientSession) -> None:
+    def _close_ranks(self, session: GradientSession) -> None:
         """Closes the communicator of the connected ranks."""
-        connection.communicator.close()
+        session.communicator.close()
 
     def _check_model(self, model: nn.Module) -> None:
         """Raises if the hook cannot follow the steps of `model`."""
@@ -364,32 +364,32 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
     def _check_group(self, bucket: GradBucket) -> None:
         """Finds the group of the model whose first bucket arrived, and raises if it differs from the state's own."""
-        own = self._group if self._connection is None else self._connection.group
+        own = self._group if self._session is None else self._session.group
         owners = owners_of(self, bucket.parameters()[0], self.names.model())
         self._group = checked_group(owners, own)
         if len(owners) == 1:
             self._ddp = weakref.ref(owners[0])
 
-    def _begin_step(self, connection: GradientSession) -> None:
+    def _begin_step(self, session: GradientSession) -> None:
         """Begins a step at its first bucket: decides what is timed and deferred, and calls the listeners."""
         self._has_inputs = queue_end_of_backward(self._backward_ended)
         self._backward.begin(autograd_calls=self._has_inputs)
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
             self._check_optimizers(self.names)
-        communicator = connection.communicator
+        communicator = session.communicator
         if communicator.device.type == "cuda":
-            communicator.executor.stats.timing = is_timed(self.steps) or connection.listeners.wants_times
-        self._timed = connection.listeners.wants_arrivals or communicator.executor.stats.timing
-        self._step_options(connection, self._ddp(), has_inputs=self._has_inputs)
-        connection.fusion.defers = self._backward.marks_last_bucket
-        connection.grouping = connection.fusion
-        connection.listeners.step_began(self.steps)
+            communicator.executor.stats.timing = is_timed(self.steps) or session.listeners.wants_times
+        self._timed = session.listeners.wants_arrivals or communicator.executor.stats.timing
+        self._step_options(session, self._ddp(), has_inputs=self._has_inputs)
+        session.fusion.defers = self._backward.marks_last_bucket
+        session.grouping = session.fusion
+        session.listeners.step_began(self.steps)
 
-    def _last_bucket_arrived(self, connection: GradientSession) -> None:
+    def _last_bucket_arrived(self, session: GradientSession) -> None:
         """Starts the deferred all-reduces, for which DDP may wait; ends the step if no callback of autograd will."""
         ends = self._backward.last_bucket_arrived()
-        self._send_rest(connection)
-        connection.listeners.last_bucket_sent(connection.communicator)
+        self._send_rest(session)
+        session.listeners.last_bucket_sent(session.communicator)
         if ends:
             self._end_step()
 
@@ -413,38 +413,38 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         self._connected("backward()").listeners.ddp_ended()
         self._end_step()
 
-    def _launch(self, connection: GradientSession, launches: Sequence[AllReduce], *, wait: bool = False) -> None:
+    def _launch(self, session: GradientSession, launches: Sequence[AllReduce], *, wait: bool = False) -> None:
         """Starts all-reduces; weighed gradients may be deferred until the weights of the step are known.
 
         Args:
-            connection: Session of the connected ranks.
+            session: Session of the connected ranks.
             launches: All-reduces to start, in order, after those of earlier calls.
             wait: Whether to wait for the weights. After the last bucket it always waits.
         """
-        if connection.weights is not None:
+        if session.weights is not None:
             in_backward = self._backward.marks_last_bucket and self._backward.state is StepState.IN_BACKWARD
-            launches = connection.weights.due(launches, wait=wait or not in_backward)
-        compression = connection.compression
+            launches = session.weights.due(launches, wait=wait or not in_backward)
+        compression = session.compression
         for all_reduce in launches:
             if all_reduce.layout is not None:
                 self._transfers.append(all_reduce.layout)
-            scale, after = connection.scale, connection.after
+            scale, after = session.scale, session.after
             flush = compression is not None and compression.flushing
-            connection.communicator.start(
+            session.communicator.start(
                 all_reduce, scale=scale, after=after, flush=flush, hold=self._backward.marks_last_bucket
             )
 
     def _end_step(self) -> None:
         """Ends a step: runs once for each backward pass, on all ranks at the same point of the sequence of buckets."""
-        connection = self._connected("backward()")
+        session = self._connected("backward()")
         self.steps += 1
         if self.steps == 1 and not self.names.bound and self.config.compressor is not None:
             from gradwire.compressors.rules import warn_of_idle
 
             warn_of_idle(self.config.rules, self.names.numels(), UNNAMED)
         # Send the rest of the gradients.
-        self._launch(connection, connection.grouping.end_step())
-        executor = connection.communicator.executor
+        self._launch(session, session.grouping.end_step())
+        executor = session.communicator.executor
         executor.release()
         executor.stats.read_times()
         # Pass the step to the listeners; the compressor's is among the first.
@@ -452,7 +452,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         transfers, self._transfers = self._transfers, []
         sparse, self._sparse = self._sparse, []
         together, timed = self._is_together(), executor.stats.timing
-        connection.listeners.step_ended(
+        session.listeners.step_ended(
             EndedStep(self.steps, buckets, transfers, self.report, timed=timed, together=together, sparse=sparse)
         )
         # Raise a failure last, so that all ranks have run the same collectives before.

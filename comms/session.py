@@ -477,8 +477,8 @@ class TrainingState(Generic[S]):
         self.steps = 0
         self._peer_wait = peer_wait
         self._group: dist.ProcessGroup | None = None
-        self._connection: S | None = None
-        """Session; None before the ranks have connected. It is another one after the ranks have changed."""
+        self._session: S | None = None
+        """None before the ranks have connected; another one after the ranks have changed."""
         self._pending: Checkpoint | None = None
         """Checkpoint that was loaded before the ranks have connected; None if there is none, or it was restored. One
         that was refused then stays, so that no step runs without it."""
@@ -535,7 +535,7 @@ class TrainingState(Generic[S]):
     @property
     def dirty(self) -> bool:
         """Whether residuals are pending, so that a checkpoint fits these ranks only; equal on all ranks."""
-        compression = None if self._connection is None else self._connection.compression
+        compression = None if self._session is None else self._session.compression
         return compression is not None and compression.dirty
 
     def state_dict(self) -> "Checkpoint":
@@ -582,8 +582,8 @@ class TrainingState(Generic[S]):
         from gradwire.comms.checkpoint import gather  # here: an exact hook has nothing to save
 
         peer_wait = self._peer_wait
-        if peer_wait is None and self._connection is not None:
-            peer_wait = self._connection.communicator.peer_wait
+        if peer_wait is None and self._session is not None:
+            peer_wait = self._session.communicator.peer_wait
         return gather(self.state_dict(), group, on_all_ranks, peer_wait)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -631,32 +631,32 @@ class TrainingState(Generic[S]):
 
     def _place(self) -> tuple[int, int] | None:
         """Returns (rank, number of ranks) for a checkpoint; None if torch.distributed is not initialised yet."""
-        if self._connection is not None:
-            return self._connection.communicator.rank, self._connection.communicator.size
+        if self._session is not None:
+            return self._session.communicator.rank, self._session.communicator.size
         group = self._group or dist.group.WORLD if dist.is_initialized() else None
         return None if group is None else (group.rank(), group.size())
 
     def _own_state(self) -> StateDict:
         """Returns the state dict that this rank saves; empty before the ranks have connected."""
-        return {} if self._connection is None else self._connection.state_dict()
+        return {} if self._session is None else self._session.state_dict()
 
     def _restore(self, found: "Checkpoint") -> None:
         """Restores this rank's part of a checkpoint, now or as soon as the ranks have connected."""
-        if self._connection is None:
+        if self._session is None:
             self._pending = found
             return
         from gradwire.comms.checkpoint import unpack  # here: an exact hook has nothing to restore
 
-        own = unpack(found, self._connection.communicator.rank, self._connection.communicator.size)
+        own = unpack(found, self._session.communicator.rank, self._session.communicator.size)
         if own is not None:
-            self._connection.load_state_dict(own)
+            self._session.load_state_dict(own)
         self._pending = None
 
     def _connected(self, call: str) -> S:
         """Returns the session, or raises a RuntimeError that names the user's call if the ranks have not connected."""
-        if self._connection is None:
+        if self._session is None:
             raise RuntimeError(self.NOT_CONNECTED.format(call=call))
-        return self._connection
+        return self._session
 
 
 class GradientState(TrainingState[S]):
@@ -686,22 +686,22 @@ class GradientState(TrainingState[S]):
             RuntimeError: The ranks have not connected, or fewer than three steps have been seen.
             ValueError: `accumulate` is less than one.
         """
-        connection = self._connected("advise()")
-        observed = connection.watch.observed()
+        session = self._connected("advise()")
+        observed = session.watch.observed()
         if observed is None:
             raise RuntimeError("this state has seen fewer than three steps: call advise() later")
         from gradwire.comms.autotune.job_advice import Running, advise_job  # here: it knows every compressor
 
-        rank_plans = connection.communicator.rank_plans
+        rank_plans = session.communicator.rank_plans
         largest = max(rank_plans.plans(), key=lambda plan: plan.nbytes, default=None)
         name = (
             largest.name if largest is not None else rank_plans.chooser.compressed_name()
         )  # behind a checkpoint none is in use
         if name is None:
-            name = rank_plans.unlisted(max(connection.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
+            name = rank_plans.unlisted(max(session.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
         running = Running(name, self.config.compressor or "none")
         return advise_job(
-            rank_plans.links.priced, connection.last_sizes, observed, optimizer, rank_plans.library, running, accumulate
+            rank_plans.links.priced, session.last_sizes, observed, optimizer, rank_plans.library, running, accumulate
         )
 
     def watch(self, scaler: "LossScaler") -> None:
@@ -796,7 +796,7 @@ class GradientState(TrainingState[S]):
 
     def _kept_in_words(self) -> str:
         """Returns the name of the compressor if it keeps tensors, such as residuals, from step to step; else ""."""
-        compression = None if self._connection is None else self._connection.compression
+        compression = None if self._session is None else self._session.compression
         if compression is None:
             return ""
         kept = any(isinstance(value, Tensor) for value in compression.compressor.state_dict().values())
@@ -809,9 +809,9 @@ class GradientState(TrainingState[S]):
                 f"`compressor` is not set: gradients are exact, there are no residuals, and {call} has nothing "
                 "to do; leave the call out, or set a compressor"
             )
-        if self._connection is None or self._connection.compression is None:
+        if self._session is None or self._session.compression is None:
             raise ValueError(self.NOT_CONNECTED.format(call=call))
-        return self._connection.compression
+        return self._session.compression
 
 
 def _compresses(config: Config) -> bool:

@@ -140,7 +140,7 @@ def sources(destinations: Iterable[tuple[int, str]]) -> list[str]:
 
 
 def is_outside(address: str) -> bool:
-    """Returns whether other hosts may reach an address. IPv6 link-local addresses, which need an interface, do not count."""
+    """Returns whether other hosts may reach an address; IPv6 link-local ones, which need an interface, do not count."""
     found = ip_address(address)
     return not (
         found.is_loopback or found.is_unspecified or found.is_multicast or (":" in address and found.is_link_local)

@@ -198,7 +198,7 @@ def knows_gloo_sums(version: str = torch.__version__) -> bool:
 
 
 def numbers_from_zero(version: str = torch.__version__) -> bool:
-    """Returns whether backends of a release of torch number collectives by themselves: 2.14 warns if they are told to."""
+    """Returns whether backends of a torch release number collectives by themselves: 2.14 warns if they are told to."""
     major, minor = version.split(".")[:2]
     return (int(major), int(minor)) >= (2, 14)
 

@@ -67,7 +67,7 @@ class Averaging(Protocol):
     config: Config
     names: ParameterNames
     steps: int
-    _connection: GradientSession | None
+    _session: GradientSession | None
     """The session over which gradients are averaged; None before the ranks have connected."""
     _backward: BackwardTracker
 
@@ -79,7 +79,7 @@ class Averaging(Protocol):
             transfers: All-reduces that the step has to use, in the encoding of `Resume`; None if it is free.
         """
 
-    def send_rest(self, connection: GradientSession) -> None:
+    def send_rest(self, session: GradientSession) -> None:
         """Starts the all-reduces that fusion has deferred until the last bucket of the step arrived."""
 
 
@@ -146,8 +146,8 @@ class CarriedState:
             compression.take_progress(found["compression"])
 
     def _session(self) -> GradientSession:
-        assert self._state._connection is not None
-        return self._state._connection
+        assert self._state._session is not None
+        return self._state._session
 
 
 class ElasticTraining(StepListener):
@@ -275,7 +275,7 @@ class ElasticTraining(StepListener):
             self.resilient_ops.close()
 
     def _session(self) -> GradientSession:
-        session = self._state._connection
+        session = self._state._session
         assert session is not None
         return session
 
@@ -290,7 +290,7 @@ class ElasticTraining(StepListener):
         peers = SessionRanks.of(group, "hook", failure_policy=first)
         name = peers.name
         session = GradientSession(peers, device, self._state.config, self._state.names)
-        self._state._connection = session
+        self._state._session = session
         communicator = session.communicator
         prefix = f"gradwire/elastic/{name}/{communicator.peer_infos.generation}"
         membership = first_membership(communicator, prefix, self._state.config.timeout, first)
@@ -362,16 +362,16 @@ class ElasticTraining(StepListener):
                 policy = failure_policy_of(view, membership, self._state.config.timeout)
                 peers = SessionRanks(membership.store, "hook", view.rank, view.size, None, policy)
                 session = GradientSession(peers, device, self._state.config, self._state.names, joined=True)
-                self._state._connection = session
+                self._state._session = session
                 self._make_resilient(membership, session.communicator, joins=True)
                 self._exchange_state(view.joined)
                 self.has_just_joined = True
                 return
             except BaseException as error:
                 membership.close(orderly=False)
-                if self._state._connection is not None:
-                    self._state._connection.communicator.close()
-                self._state._connection = None
+                if self._state._session is not None:
+                    self._state._session.communicator.close()
+                self._state._session = None
                 self.resilient_ops = None
                 if not isinstance(error, RuntimeError | OSError) or attempt == MOST_ATTEMPTS - 1:
                     raise
@@ -420,7 +420,7 @@ class ElasticTraining(StepListener):
             previous,
             joined=bool(view.joined),
         )
-        self._state._connection = made
+        self._state._session = made
         self._add_listeners(made)
         return made.communicator
 

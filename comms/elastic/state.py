@@ -84,18 +84,18 @@ class ElasticHookState(HookState):
             buckets: The buckets of the step, with their gradients restored.
             transfers: All-reduces that the step has to use, in the encoding of `Resume`; None if it is free.
         """
-        connection = self._connected("backward()")
+        session = self._connected("backward()")
         self._transfers.clear()
         self._buckets = buckets
-        connection.fusion.defers = self._backward.marks_last_bucket
-        connection.grouping = connection.fusion if transfers is None else Resume(transfers, connection.fusion)
+        session.fusion.defers = self._backward.marks_last_bucket
+        session.grouping = session.fusion if transfers is None else Resume(transfers, session.fusion)
         for bucket in buckets:
-            self._elastic.equalize_decoders(connection)
-            super()._send(connection, bucket)
+            self._elastic.equalize_decoders(session)
+            super()._send(session, bucket)
 
-    def send_rest(self, connection: GradientSession) -> None:
+    def send_rest(self, session: GradientSession) -> None:
         """Starts the all-reduces that fusion has deferred until the last bucket of the step arrived."""
-        super()._send_rest(connection)
+        super()._send_rest(session)
 
     def _check_model(self, model: nn.Module) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -112,9 +112,9 @@ class ElasticHookState(HookState):
     def _connect_ranks(self, group: dist.ProcessGroup, device: torch.device) -> GradientSession:
         return self._elastic.connect(group, device)
 
-    def _close_ranks(self, connection: GradientSession) -> None:
+    def _close_ranks(self, session: GradientSession) -> None:
         if self._elastic.resilient_ops is None:
-            super()._close_ranks(connection)
+            super()._close_ranks(session)
 
     def _restore(self, found: "Checkpoint") -> None:
         if not self._elastic.has_just_joined:
@@ -126,26 +126,26 @@ class ElasticHookState(HookState):
         else:
             raise ValueError(JOINED)
 
-    def _begin_step(self, connection: GradientSession) -> None:
-        super()._begin_step(connection)
-        rows = connection.grouping.rows
-        saved = self._elastic.begin_step(connection.communicator, rows)
+    def _begin_step(self, session: GradientSession) -> None:
+        super()._begin_step(session)
+        rows = session.grouping.rows
+        saved = self._elastic.begin_step(session.communicator, rows)
         if saved is not None and saved is not rows:
-            connection.grouping = Resume(saved, connection.fusion)
+            session.grouping = Resume(saved, session.fusion)
 
-    def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, connection: GradientSession) -> FutureTensor:
+    def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, session: GradientSession) -> FutureTensor:
         raise TypeError("a sparse gradient in elastic training; wanted dense ones: nn.Embedding(sparse=False)")
 
-    def _send(self, connection: GradientSession, arrived: Bucket) -> FutureTensor:
+    def _send(self, session: GradientSession, arrived: Bucket) -> FutureTensor:
         send = super()._send
 
         def start() -> None:
-            self._elastic.equalize_decoders(connection)
-            send(connection, arrived)
+            self._elastic.equalize_decoders(session)
+            send(session, arrived)
 
         return self._elastic.add(arrived, start)
 
-    def _send_rest(self, connection: GradientSession) -> None:
+    def _send_rest(self, session: GradientSession) -> None:
         self._elastic.complete_step()
 
     def _end_step(self) -> None:

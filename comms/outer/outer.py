@@ -200,8 +200,8 @@ class Outer(TrainingState[AveragingSession]):
                 )
         # Connect the ranks that exchange, and measure their links.
         self.hook: HookState | None = None
-        connection, first = self._connect(group, trained)
-        self._connection, communicator = connection, connection.communicator
+        session, first = self._connect(group, trained)
+        self._session, communicator = session, session.communicator
         if not config.elastic and config.nic_bytes_per_second != ASSUME:
             from gradwire.comms.links.quick_probe import quick_probe  # imported only if links are measured
 
@@ -218,13 +218,13 @@ class Outer(TrainingState[AveragingSession]):
                 'one rank: nodes of one rank, or inside="none"'
             )
         # Cut the model into fragments, by a provisional schedule if some settings are still to be chosen.
-        compressor = connection.compression.compressor if connection.compression else None
+        compressor = session.compression.compressor if session.compression else None
         nbytes = wire_nbytes_of(trained, compressor)
         if len(self._workers) == 1:
             log.warning("Outer has one worker of %d ranks: nothing is exchanged", communicator.size)
             settings = replace(settings, every=given.get("every", max(ALONE_EVERY, settings.every)))
         self.exchange = OuterExchange(
-            connection,
+            session,
             cut_into_fragments(trained, settings, nbytes),
             settings,
             agreement=agreement,
@@ -279,12 +279,12 @@ class Outer(TrainingState[AveragingSession]):
         first = first_failure_policy(group.rank(), group.size(), timeout) if self.config.elastic else None
         ranks = SessionRanks.of(group, "outer", failure_policy=first)
         device, held = local_of(trained[0][1]).device, {name: numel for name, numel in numels.items() if numel}
-        connection = AveragingSession(ranks, device, self._exchanged, held)
-        if connection.compression is not None:
+        session = AveragingSession(ranks, device, self._exchanged, held)
+        if session.compression is not None:
             warn_of_idle(self.config.rules, numels, "Patterns are shell-style, of the whole name.")
-        connection.watch_steps()
-        connection.observer.phase = "exchange"
-        return connection, first
+        session.watch_steps()
+        session.observer.phase = "exchange"
+        return session, first
 
     def _survive(self, first: FailurePolicy) -> None:
         """Makes this rank's exchanges continue without ranks that fail from now on.
@@ -313,11 +313,11 @@ class Outer(TrainingState[AveragingSession]):
         """
         previous = self._connected("elastic")
         ranks = SessionRanks(store, ELASTIC, view.rank, view.size, None, failure_policy)
-        connection = AveragingSession(ranks, previous.communicator.device, self._exchanged, {}, previous=previous)
-        connection.watch_steps(previous)
-        connection.observer.phase = "exchange"
-        self._connection, communicator = connection, connection.communicator
-        self.exchange.reconnect(connection, self._agreement_of(communicator, failure_policy))
+        session = AveragingSession(ranks, previous.communicator.device, self._exchanged, {}, previous=previous)
+        session.watch_steps(previous)
+        session.observer.phase = "exchange"
+        self._session, communicator = session, session.communicator
+        self.exchange.reconnect(session, self._agreement_of(communicator, failure_policy))
         self._workers = workers_in(communicator.cluster, NONE)
         return communicator
 
@@ -544,12 +544,12 @@ class Outer(TrainingState[AveragingSession]):
 
     def _leave(self) -> None:
         """Closes the connections to the other ranks, and the threads that use them."""
-        connection = self._connected("close()")
-        connection.observer.close()
+        session = self._connected("close()")
+        session.observer.close()
         if self._resilient_ops is not None:
             self._resilient_ops.close()
         else:
-            connection.communicator.close()
+            session.communicator.close()
 
 
 def _fail_together(workers: Communicator, inside: Communicator) -> None:

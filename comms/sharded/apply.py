@@ -160,12 +160,12 @@ def apply(
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
     # Compare loaded states between ranks, and pass everything to the state.
     rows = [rows for link in links.made.values() for rows in link.loaded.values()]
-    if shards == CARRIED and state._connection is not None and state._connection.compression is None:
+    if shards == CARRIED and state._session is not None and state._session.compression is None:
         rows.append(LoadedShards())  # between replicas, where no compressor's state is compared
         for key, each in carried.items():
             if isinstance(each, ShardResidual):
                 rows[-1].add(key, each)
-        state._connection.compare_loaded(beside=rows[-1], kept=links.nodes)
+        state._session.compare_loaded(beside=rows[-1], kept=links.nodes)
     state._take_shards(
         model,
         ShardTraffic(

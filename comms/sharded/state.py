@@ -166,11 +166,11 @@ class FsdpState(GradientState[AveragingSession]):
     def _connect(self, group: dist.ProcessGroup, device: torch.device, reporter: StoreFailureReporter) -> None:
         """Connects the replicas, and makes the compressor between them; all replicas call it at the same point."""
         ranks = SessionRanks.of(group, "sharded", reporter=reporter.of_group(dist.get_process_group_ranks(group)))
-        self._connection = connection = AveragingSession(ranks, device, self.config, self._names.numels())
-        connection.communicator.executor.checking = connection.compression is not None
-        connection.connect(BUCKET_NBYTES)
-        connection.compare_loaded()
-        connection.watch_steps()
+        self._session = session = AveragingSession(ranks, device, self.config, self._names.numels())
+        session.communicator.executor.checking = session.compression is not None
+        session.connect(BUCKET_NBYTES)
+        session.compare_loaded()
+        session.watch_steps()
 
     def _take_shards(self, model: nn.Module, shards: "ShardTraffic") -> None:
         """Takes over the collectives between the ranks that share parameters; `apply` calls it once.
@@ -195,10 +195,10 @@ class FsdpState(GradientState[AveragingSession]):
         every += [] if self._shards.stats is None else [self._shards.stats]
         rows = [replace(row, level=f"{row.level}{OF_SHARDS}") for stats in every for row in stats.totals()]
         described = [*([self._shards.described] if rows else []), *self._shards.plans()]
-        if self._connection is None:
+        if self._session is None:
             title = self._shards.described or "torch's own collectives"
             return Report(title, self._shards.plans(), tuple(rows), 0, self.steps)
-        found = self._connection.report(self.steps)
+        found = self._session.report(self.steps)
         return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
 
     def close(self) -> None:
@@ -211,12 +211,12 @@ class FsdpState(GradientState[AveragingSession]):
         self._check_no_optimizers(self._names)
         for put_back in self._put_back:
             put_back()
-        if self._connection is not None:
-            self._connection.observer.close()
+        if self._session is not None:
+            self._session.observer.close()
         if self._shards.torchs is not None:
             self._shards.torchs.close()
         for communicator in (
-            *([] if self._connection is None else [self._connection.communicator]),
+            *([] if self._session is None else [self._session.communicator]),
             *self._shards.communicators,
         ):
             communicator.close()
@@ -255,7 +255,7 @@ class FsdpState(GradientState[AveragingSession]):
 
     @property
     def _compresses_replicas(self) -> bool:
-        return self._connection is not None and self._connection.compression is not None
+        return self._session is not None and self._session.compression is not None
 
     @property
     def _keeps(self) -> bool:
@@ -341,13 +341,13 @@ class FsdpState(GradientState[AveragingSession]):
             each.check(rows.get(CARRIED_ON + key))
         for scale in scales.values():
             refuse_odd_scale(scale)
-        if self._connection is not None and self._compresses_replicas:
+        if self._session is not None and self._compresses_replicas:
             if TRANSFERS not in own:
                 raise ValueError(
                     f"`compressor` is {self.config.compressor!r}, and `state` was saved without one between replicas: "
                     "load it without, or train on from the weights without the state"
                 )
-            self._connection.load_state_dict(own)
+            self._session.load_state_dict(own)
         for key, each in self._shards.carried.items():
             each.restore(rows.get(CARRIED_ON + key))
             if isinstance(each, ShardResidual):
@@ -380,8 +380,8 @@ class FsdpState(GradientState[AveragingSession]):
         Raises:
             RuntimeError: The flat shard has another length than expected, or the average failed.
         """
-        connection = self._connected("backward()")
-        communicator, compression = connection.communicator, connection.compression
+        session = self._connected("backward()")
+        communicator, compression = session.communicator, session.compression
         present = tuple(param_group.present)
         numel = sum(one.padded_numel for one in present)
         if numel != flat.numel():
@@ -395,13 +395,13 @@ class FsdpState(GradientState[AveragingSession]):
         if (
             id(param_group) in self._reduced
         ):  # a parameter group that runs twice in a backward pass: residuals of its first run count now
-            self._end_step(connection)
+            self._end_step(session)
         if not self._in_step:
-            self._begin_step(connection)
+            self._begin_step(session)
         self._reduced.add(id(param_group))
         # Describe the flat shard to the executor and to the observer, and start its average.
         layout = None if compression is None else self._names.layout(present)
-        index, contents = len(self._buckets), connection.observer.contents
+        index, contents = len(self._buckets), session.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), tuple(shard.name for shard in self._names.of(present))
         bucket = Bucket.of(flat, layout, communicator.executor.stats.now(), index)
@@ -433,7 +433,7 @@ class FsdpState(GradientState[AveragingSession]):
             RuntimeError: One of them failed; none is in flight afterwards.
         """
         in_flight, self._in_flight = self._in_flight, []
-        compresses = self._connection is not None and self._connection.compression is not None
+        compresses = self._session is not None and self._session.compression is not None
         failed: RuntimeError | None = None
         for flat, future in in_flight:
             try:
@@ -475,19 +475,19 @@ class FsdpState(GradientState[AveragingSession]):
             return False
         return True
 
-    def _begin_step(self, connection: AveragingSession) -> None:
+    def _begin_step(self, session: AveragingSession) -> None:
         """Begins a step at its first flat shard: decides whether it is timed, and takes over the loss scale."""
         if self.steps == 0:
             _refuse_late_param_groups(self._model(), self._param_groups)
         self._in_step = True
         self._finite = True
-        communicator, compression = connection.communicator, connection.compression
+        communicator, compression = session.communicator, session.compression
         if communicator.device.type == "cuda":
-            communicator.executor.stats.timing = is_timed(self.steps) or connection.listeners.wants_times
+            communicator.executor.stats.timing = is_timed(self.steps) or session.listeners.wants_times
         if compression is not None and compression.loss_scale.follows_scaler:
             with communicator.exclusive():
                 compression.loss_scale.follow()
-        connection.listeners.step_began(self.steps)
+        session.listeners.step_began(self.steps)
 
     def _end_backward(self) -> None:
         """Ends the step at the end of a backward pass; called as `at_end_of_sharded_backward` says, on all ranks alike.
@@ -507,9 +507,9 @@ class FsdpState(GradientState[AveragingSession]):
                 "last: call model.set_reduce_scatter_unused_params(True), or leave out set_requires_all_reduce(False)"
             )
 
-    def _end_step(self, connection: AveragingSession) -> None:
+    def _end_step(self, session: AveragingSession) -> None:
         """Ends a step: waits for its averages, commits or drops the compressor's state, and calls the listeners."""
-        communicator, compression = connection.communicator, connection.compression
+        communicator, compression = session.communicator, session.compression
         self._wait_for_averages()
         self._in_step = False
         self.steps += 1
@@ -523,10 +523,10 @@ class FsdpState(GradientState[AveragingSession]):
             else:
                 compression.decide(self._agreed(), ())
         buckets, self._buckets = self._buckets, []
-        connection.note_sizes(self._sizes)
+        session.note_sizes(self._sizes)
         self._sizes.clear()
         timed = communicator.executor.stats.timing
-        connection.listeners.step_ended(EndedStep(self.steps, buckets, (), self.report, timed=timed))
+        session.listeners.step_ended(EndedStep(self.steps, buckets, (), self.report, timed=timed))
 
     def _agreed(self) -> bool:
         """Returns whether the step is finite on all ranks that share parameters; blocks for an all-reduce."""

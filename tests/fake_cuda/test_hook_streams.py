@@ -139,7 +139,7 @@ def test_a_step_ends_behind_the_call_in_which_ddp_waits_for_its_map(sums_the_map
     def before(job: Job, step: int) -> None:
         order = orders.setdefault(job.rank, [])
         if step == 1:
-            job.state._connection.listeners.get("used_map")._in_every_step = sums_the_map
+            job.state._session.listeners.get("used_map")._in_every_step = sums_the_map
             for owner, name, whose in ((job.state, "_end_step", "gradwire's"), (job, "_allocate", "DDP's")):
                 setattr(owner, name, partial(noted, order, whose, getattr(owner, name)))
 
@@ -325,7 +325,7 @@ def test_times_are_the_devices_and_are_read_a_step_later() -> None:
 
     def before(job: Job, step: int) -> None:
         if step == 29:
-            reports[job.rank] = (job.state.report(), job.state._connection.watch.observed())
+            reports[job.rank] = (job.state.report(), job.state._session.watch.observed())
 
     body = train("aabb", (REBUILT,) * 30, before=before, whole=True, plan="hierarchical", quiet=True)
     _, running = on_cuda(4, body)
@@ -356,7 +356,7 @@ def test_the_search_for_cuts_looks_at_each_step_a_step_later() -> None:
 
     def before(job: Job, step: int) -> None:
         if step == 59:
-            learning = job.state._connection.listeners.get(CUTS)
+            learning = job.state._session.listeners.get(CUTS)
             states[job.rank] = (learning.finder.plan, learning._fusion.plan.cuts, learning._unread)
 
     body = train("aabb", (REBUILT,) * 60, before=before, whole=True, fusion="auto", quiet=True)

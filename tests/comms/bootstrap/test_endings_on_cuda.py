@@ -196,7 +196,7 @@ def test_closed_before_the_first_bucket_and_started_all_the_same() -> None:
 def test_an_abort_is_heard_by_the_others() -> None:
     def body(rank: Rank) -> Exception | None:
         if rank.rank == 1:
-            rank.state._connection.communicator.abort("the user has had enough")
+            rank.state._session.communicator.abort("the user has had enough")
             return None
         return rank.error(3)
 
@@ -277,7 +277,7 @@ def test_the_time_out_is_the_users_groups(given: int, wanted: int) -> None:
         model = Model(group, torch.device("cuda", number), SHAPES)  # type: ignore[arg-type]
         state = make_state(group, model, "ab"[number], timeout=timedelta(seconds=given), plan="hierarchical")  # type: ignore[arg-type]
         Training(state, model, torch.device("cuda", number), number).step(BUCKETS, gradient(number, 0, SHAPES))
-        deadline = state._connection.communicator.executor.deadline
+        deadline = state._session.communicator.executor.deadline
         assert state.config.timeout == timedelta(seconds=deadline._seconds)
         own = [each.options._timeout for each in StallingNccl.made if each.options.group_name.startswith("gradwire")]
         state.close()
@@ -296,10 +296,10 @@ def test_no_optimizer_steps_on_what_was_not_averaged() -> None:
 
     def body(rank: Rank) -> Any:
         assert rank.error() is None
-        executor = rank.state._connection.communicator.executor
+        executor = rank.state._session.communicator.executor
         if rank.rank == 1:
             assert issued.wait(60)
-            rank.state._connection.communicator.abort("the user has had enough")
+            rank.state._session.communicator.abort("the user has had enough")
             return None
         Job.step(rank.training, BUCKETS, gradient(rank.rank, 1, SHAPES))  # without a wait for the device
         issued.set()
@@ -356,7 +356,7 @@ def test_a_capture_is_refused_and_the_next_step_goes_on() -> None:
         for begun in (0, 2):
             capturing.now = True
             assert "a CUDA graph is being captured" in str(rank.error())
-            assert rank.state._connection.communicator.executor.launches == 2 * begun
+            assert rank.state._session.communicator.executor.launches == 2 * begun
             capturing.now = False
             assert rank.error(2) is None
             assert rank.state.steps == begun + 2
@@ -420,7 +420,7 @@ def runs_out(rank: Rank, memory: Any, allowed: int, joined: bool) -> bool:
     named = dict(rank.model.named_parameters())
     flats = [torch.randn(named[each].numel()).to(rank.device) for (each,) in BUCKETS]
     before = [flat.cpu() for flat in flats]
-    compressor = rank.state._connection.compression.compressor
+    compressor = rank.state._session.compression.compressor
     state = {key: copied(value) for key, value in compressor.state_dict().items()}
     reduced, end_step = 0, rank.state._end_step
 

@@ -23,7 +23,7 @@ class Gone(Exception):
 
 def lost_at(deadline: float, state: Any) -> None:
     """Waits until the rank has heard that another one is lost: its communicator has failed then."""
-    executor = state._connection.communicator.executor
+    executor = state._session.communicator.executor
     while executor.failure is None:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -73,7 +73,7 @@ def elastic_job(compressor: str | None, *, loses: bool, behind: bool = False) ->
                 if step == LOST_IN:
                     # An optimizer steps, and a checkpoint is made, before the next operation of all ranks.
                     state.raise_failure()
-                    saved, compression = state.state_dict(), state._connection.compression
+                    saved, compression = state.state_dict(), state._session.compression
                     norm = 0.0 if compression is None else compression.residual_norm()
             return job.averages(), saved, norm, state.view.members
         except Gone:
