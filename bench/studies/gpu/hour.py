@@ -5,7 +5,8 @@
 
 Each step is a command that can be run by hand as well. If a step fails whose success all later ones take for granted
 (kernels are right, sums are right), the hour ends: what is timed after that would mean nothing. How to read the JSON is
-in docs/develop/run_on_a_gpu.md.
+in docs/develop/run_on_a_gpu.md. `--short` runs the same steps on small inputs, which shows in minutes that the hour
+itself works on a machine, the GPU stand-in of the tests included; its figures mean nothing.
 """
 
 import json
@@ -55,14 +56,19 @@ class HourStep:
     gpus: int = 0
 
 
-def steps_of(gpus: int) -> list[HourStep]:
+def steps_of(gpus: int, *, short: bool = False) -> list[HourStep]:
     """Returns the steps of the hour, in order.
 
     Args:
         gpus: Number of GPUs of this machine.
+        short: Whether inputs are small and repetitions few, to try the steps themselves.
     """
     # Words of the commands.
     ranks = min(gpus, 8)
+    largest, training_steps, numels = ("64K", "8", (4096,)) if short else ("128M", "300", (25 << 18, 800 << 10))
+    checked = ("--ranks", "2", "--numel", "1100", "--bandwidth-numel", "0") if short else ()
+    repeats = ("--repeats", "2") if short else ()
+    rounds = ("--rounds", "2") if short else ()
     run, tests = (sys.executable, "-m"), (sys.executable, "-m", "pytest", "-q", "-m", "gpu")
     sanitizer = ("compute-sanitizer", "--error-exitcode", "1", "--tool")
     edges = ("tests/csrc", "-k", "4097 or large_input")
@@ -71,18 +77,30 @@ def steps_of(gpus: int) -> list[HourStep]:
     modes = ("--nodes", nodes, "--modes", "flat,hierarchical,hierarchical:int8")
     hooks = ("--hook", "plain", "--hook", "gradwire", "--hook", "gradwire:int8")
     train = ("gradwire.bench.train.train", "--device", "cuda", *hooks)
-    sizes = ("bench", "all_reduce", "-b", "8", "-e", "128M", "-f", "2", "-g", str(ranks), "--backend", "gradwire,nccl")
+    sizes = ("bench", "all_reduce", "-b", "8", "-e", largest, "-f", "2", "-g", str(ranks), "--backend", "gradwire,nccl")
     kernels = [
         HourStep(
             f"kernels, {numel} values",
-            (*run, "gradwire", "bench", "kernels", "--device", "cuda", "--numel", str(numel), "--json", RESULT),
+            (
+                *run,
+                "gradwire",
+                "bench",
+                "kernels",
+                "--device",
+                "cuda",
+                "--numel",
+                str(numel),
+                *repeats,
+                "--json",
+                RESULT,
+            ),
             "share of a copy's bandwidth: 0.9 at 25 MiB; at what one of eight ranks has of that, the launch decides",
         )
-        for numel in (25 << 18, 800 << 10)
+        for numel in numels
     ]
     # Decisive steps first: if one fails, later figures mean nothing.
     return [
-        HourStep("selftest", (*run, "gradwire", "selftest", "--seconds", "850", "--json", RESULT),
+        HourStep("selftest", (*run, "gradwire", "selftest", "--seconds", "850", *checked, "--json", RESULT),
                  "kernels load, launch and are right; NCCL takes every call and its sums are exact", decisive=True),
         HourStep("memcheck", (*sanitizer, "memcheck", *tests, *edges),
                  "no kernel leaves its tensors, and no wide access is misaligned", decisive=True),
@@ -93,13 +111,13 @@ def steps_of(gpus: int) -> list[HourStep]:
         HourStep("lost rank", (*tests, "tests/comms/bootstrap/test_lost_rank_on_gpu.py"),
                  "a step that loses a rank ends in NaN or an error, never in one rank's own gradients",
                  decisive=True, gpus=2),
-        HourStep("host cost", (*torchrun, "gradwire.bench.studies.gpu.host_ratio", *modes),
+        HourStep("host cost", (*torchrun, "gradwire.bench.studies.gpu.host_ratio", *modes, *rounds),
                  "the host keeps up: flat at most 1.10 of torch's own hook, hierarchical at most 2.5", gpus=2),
         *kernels,
         HourStep("all_reduce",
                  ("env", "NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=TUNING", *run, "gradwire", *sizes, "-J", RESULT),
                  "NCCL takes the same algorithm for both (NVLS with an NVSwitch), bus bandwidth within 3 %", gpus=2),
-        HourStep("trainings", (*torchrun, *train, "--steps", "300", "--json", RESULT),
+        HourStep("trainings", (*torchrun, *train, "--steps", training_steps, "--json", RESULT),
                  "the exact hook takes plain DDP's time within 1 %, and int8 follows its losses", gpus=2),
         HourStep("two machines", ("torchrun", "--nnodes=2", f"--nproc-per-node={ranks}", "-m", *train),
                  "sums are plain DDP's; a rank that ends by kill -9 or kill -STOP is named within 11 s", seconds=0.0),
@@ -174,6 +192,7 @@ def main(argv: list[str], steps: Sequence[HourStep] | None = None) -> int:
     """
     parser = StudyParser("gpu.hour", __doc__)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--short", action="store_true", help="small inputs: tries the steps, measures nothing")
     options = parser.parse_args(argv)
     gpus = torch.cuda.device_count()
     try:
@@ -183,7 +202,7 @@ def main(argv: list[str], steps: Sequence[HourStep] | None = None) -> int:
     except ValueError as error:
         print(f"gradwire selftest --hour: {error}", file=sys.stderr)
         return 2
-    steps = steps_of(gpus) if steps is None else steps
+    steps = steps_of(gpus, short=options.short) if steps is None else steps
     entries: list[dict[str, object]] = []
     for step in steps:
         print(f"{step.name}: {' '.join(step.words)}", flush=True)
@@ -194,6 +213,7 @@ def main(argv: list[str], steps: Sequence[HourStep] | None = None) -> int:
             "steps": entries,
             "machine": machine_line(),
             "gpus": gpus,
+            "short": options.short,
             "decision": decision(steps, entries),
         }
         write_json(options.json, record)

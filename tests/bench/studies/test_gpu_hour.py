@@ -73,10 +73,11 @@ def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:
     assert found["steps"][0]["reason"] == "no-such-sanitizer is not on PATH"
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_every_command_names_what_there_is(gpus: int) -> None:
+def test_every_command_names_what_there_is(gpus: int, short: bool) -> None:
     """Files and modules of the steps exist, and what decides comes before what is only measured."""
-    steps = steps_of(gpus)
+    steps = steps_of(gpus, short=short)
     decisive = [step.decisive for step in steps]
     assert decisive == sorted(decisive, reverse=True)
     for step in steps:
@@ -85,6 +86,17 @@ def test_every_command_names_what_there_is(gpus: int) -> None:
                 assert (hour.CHECKOUT / word).exists(), word
             if word.startswith("gradwire."):
                 assert (hour.CHECKOUT / word.removeprefix("gradwire.").replace(".", "/")).with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_the_short_hour_has_the_same_checks_and_programs(gpus: int) -> None:
+    whole, short = steps_of(gpus), steps_of(gpus, short=True)
+    sized = [step for step in whole if not step.name.startswith("kernels")]
+    same = [step for step in short if not step.name.startswith("kernels")]
+    assert [(step.name, step.decides, step.gpus, step.words[:4]) for step in sized] == [
+        (step.name, step.decides, step.gpus, step.words[:4]) for step in same
+    ]
+    assert any(step.name.startswith("kernels") for step in short)
 
 
 def test_what_the_hour_lacks_is_said_with_how_to_get_it(
