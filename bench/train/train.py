@@ -312,16 +312,15 @@ def predict(training: HookTraining) -> tuple[dict[str, float] | None, float | No
     state = training.state
     if state is None or state.config.compressor is not None:
         return None, None
-    if dist.get_rank() != 0 or len(training.losses) < STEPS_TO_PREDICT:
+    if dist.get_rank() != 0 or len(training.losses) < STEPS_TO_PREDICT or (advised := state.advise("adamw")).assumed:
         return None, None
-    advised = state.advise("adamw")
-    if advised.assumed:
-        return None, None
+    # Subtract the rest of an observed step: it includes the turns of the other hooks.
+    rest = max(0.0, advised.headroom_seconds - advised.observed.backward_seconds)
     best: dict[str, float] = {}
     for candidate in advised.advice.candidates:
         if candidate.available and not candidate.warning:
-            best[candidate.compressor] = min(candidate.step_seconds, best.get(candidate.compressor, math.inf))
-    return best, advised.advice.candidate("flat").step_seconds
+            best[candidate.compressor] = min(candidate.step_seconds - rest, best.get(candidate.compressor, math.inf))
+    return best, advised.advice.candidate("flat").step_seconds - rest
 
 
 def node_nbytes(training: HookTraining) -> float | None:

@@ -1,11 +1,17 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.launch import python_module
-from gradwire.bench.train.train import main
+from gradwire.bench.train.train import STEPS_TO_PREDICT, main, predict
+from gradwire.comms.autotune.job_advice import JobAdvice, Running, advise_job
+from gradwire.comms.step.stepwatch import Observed
+from gradwire.topology.cluster import LEVEL_NAMES, Level, Link, uniform_cluster
 from support.forked import ForkServer
 
 RANK_OF_TWO_NODES = """
@@ -54,6 +60,26 @@ def test_what_a_node_sends_is_counted_in_every_plan(
     plain, exact = json.loads(file.read_text())
     assert plain["node_nbytes_per_step"] == 1.5 * plain["gradient_nbytes"]
     assert exact["node_nbytes_per_step"] == pytest.approx(share * plain["node_nbytes_per_step"], rel=1e-3)
+
+
+def test_predictions_leave_out_the_turns_of_other_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks take turns, so between two backward passes of one hook lie the steps of all others."""
+    cluster = uniform_cluster((2, 2), tuple(Level(name, Link(5e-5, 1e8)) for name in LEVEL_NAMES[:2]))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+    def predicted(step_seconds: float) -> tuple[dict[str, float] | None, float | None]:
+        def advise(optimizer: str) -> JobAdvice:
+            observed = Observed(step_seconds, backward_seconds=0.5, exposed_seconds=0.25, steps=STEPS_TO_PREDICT)
+            return advise_job(cluster, [10**7], observed, optimizer, "gloo", Running("hierarchical", "none"))
+
+        state = SimpleNamespace(config=SimpleNamespace(compressor=None), advise=advise)
+        training: Any = SimpleNamespace(state=state, losses=[0.0] * STEPS_TO_PREDICT)
+        return predict(training)
+
+    (alone, plain), (in_turns, plain_in_turns) = predicted(1.0), predicted(9.0)
+    assert alone and in_turns and plain and plain_in_turns and alone["none"] > 0.5
+    assert in_turns["none"] == pytest.approx(alone["none"])
+    assert plain_in_turns == pytest.approx(plain)
 
 
 @pytest.mark.parametrize(
