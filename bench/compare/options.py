@@ -93,7 +93,7 @@ def build_parser() -> Parser:
         description="Compares plain DDP, torch's hooks, and gradwire's plans and compressors side by side, on an "
         "emulated cluster. Under torchrun, mpirun or srun the ranks that were started take part instead.",
     )
-    parser.add_argument("--model", choices=MODELS, default="transformer")
+    parser.add_argument("--model", choices=MODELS, default="transformer", help="network that is trained")
     parser.add_argument(
         "--megabytes", type=float, default=16.0, help="size of the gradients in 10^6 bytes (default 16)"
     )

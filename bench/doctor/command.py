@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         prog="gradwire doctor",
         description="Finds out why a multi-node job is slow, what it costs and what to type. Start it as you start "
         "your script, on all nodes; it takes about a minute and changes nothing.",
-        epilog="exit status: 0 nothing found, 1 something found, 2 bad use; a --script that fails: its own.",
+        epilog="exit status: 0 nothing found, 1 something found, 2 bad use; if --script fails, its status.",
     )
     options.add_argument(
         "--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes (default: 100)"

@@ -58,7 +58,7 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
     nodes = facts.nodes
     count = f"{len(facts.ranks)} rank{'s' if len(facts.ranks) > 1 else ''}"
     many = f" on {len(nodes)} nodes" if len(nodes) > 1 else f" on {escape(facts.names[0])}"
-    print_line(f"gradwire doctor: {count}{many}, looked at in {took_seconds:.0f} s", highlight=False)
+    print_line(f"gradwire doctor: {count}{many}, checked in {took_seconds:.0f} s", highlight=False)
     for line in headline(facts) if not facts.missing_ranks else ["Nothing was measured: ranks are missing."]:
         print_line(escape(line), highlight=False)
     print_line()
@@ -69,7 +69,7 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
     if facts.backends:
         print_line(backend_table(facts))
     for note in facts.notes:
-        print_line(f"Not looked at: {escape(note)}", highlight=False)
+        print_line(f"Not checked: {escape(note)}", highlight=False)
     for line in conclusion(facts, found):
         print_line(escape(line), style="bold", highlight=False, soft_wrap=line.startswith(TYPE))
 
@@ -141,7 +141,7 @@ def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
     if lost >= LOST_SHARE:
         return f"No fault is named, but {100 * lost:.2g} % of the packets of a pair were lost"
     if facts.notes:
-        return "No fault is named, and not everything was looked at"
+        return "No fault is named, and not everything was checked"
     return "Nothing found that costs a twentieth of a step" if found else "Nothing found"
 
 

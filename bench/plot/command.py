@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="gradwire plot", description="Draws what bench, compare and make run measured, or a step of a trace."
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="file to draw")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="picture, .png or .svg (default: next to the first file)"
     )

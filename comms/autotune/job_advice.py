@@ -62,7 +62,7 @@ class JobAdvice:
     def _text(self) -> str:
         seen, verdict = self.observed, self.advice.recommend
         step = (
-            f"a whole step takes {ms(seen.step_seconds)} ms, {ms(seen.exposed_seconds)} ms of it waiting "
+            f"measured: a whole step takes {ms(seen.step_seconds)} ms, {ms(seen.exposed_seconds)} ms of it waiting "
             f"for communication; without any it would take {ms(self.headroom_seconds)} ms\n"
         )
         if self.assumed:

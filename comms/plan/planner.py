@@ -138,7 +138,7 @@ def plan_all_reduce(
     if cluster.size == 1:
         return with_reason(flat, "There is one rank: nothing is sent.")
     if _only_flat(cluster):
-        return with_reason(flat, "There is one level of links: every plan is one all-reduce over all ranks.")
+        return with_reason(flat, "One node, or one rank on each: every plan is one all-reduce over all ranks.")
     if library == "nccl" and assumed:
         return with_reason(
             flat,

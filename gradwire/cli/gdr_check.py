@@ -44,7 +44,7 @@ def parser() -> CommandParser:
     parse = CommandParser(
         prog="gradwire gdr-check",
         usage="%(prog)s [options]\n       [--root DIR | --from FILE | --example | --compare JSON...]",
-        description="Checks for each GPU and NIC if GPUDirect RDMA is possible, configured, in use.",
+        description="Checks for each GPU and NIC whether GPUDirect RDMA is possible, configured\nand in use.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,7 +68,11 @@ def parser() -> CommandParser:
     parse.add_argument("--nccl-version", metavar="X.Y.Z", help="version of NCCL, if neither log nor wheel says")
     parse.add_argument("--nvlink", type=Path, metavar="FILE", help="read the output of nvidia-smi nvlink --status")
     parse.add_argument(
-        "--perftest", type=Path, nargs=2, metavar=("HOST", "GPU"), help="ib_write_bw without and with --use_cuda"
+        "--perftest",
+        type=Path,
+        nargs=2,
+        metavar=("HOST", "GPU"),
+        help="read the outputs of ib_write_bw without and with --use_cuda",
     )
     parse.add_argument(
         "--prove", action="store_true", help="register GPU memory with the NICs; under torchrun also all-reduce"

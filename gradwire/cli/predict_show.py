@@ -280,7 +280,8 @@ def as_table(
         console.print(f"note: {note.removesuffix(SAY_OPTIMIZER)}")
     if any(note.endswith(SAY_OPTIMIZER) for note in notes):
         console.print("note: these are for any optimizer; --optimizer NAME judges for yours")
-    console.print(describe_effort(answer.planning_seconds, len(advice.candidates) - len(shown)))
+    if len(shown) < len(advice.candidates):
+        console.print(f"--all shows {len(advice.candidates) - len(shown)} more rows")
 
 
 def table_of(*headings: str) -> Table:
@@ -302,11 +303,6 @@ def describe_cluster(cluster: Cluster) -> str:
     shown = f"{', '.join(by_unit)} of data by {unit}" if by_unit else f"{rate(nic.bytes_per_second)} of data a {unit}"
     over = "over NVLink, no card" if nic.nvlink else f"through {nic.nics} NIC{'s' * (nic.nics > 1)}"
     return f"{cluster.describe()}, {shown} {over}"
-
-
-def describe_effort(planning_seconds: float, left_out: int) -> str:
-    """Returns a line with the planning time and the number of rows not shown."""
-    return f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else "")
 
 
 def candidates_that_matter(advice: Advice, torch_hook: Candidate | None) -> tuple[Candidate, ...]:

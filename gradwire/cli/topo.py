@@ -39,7 +39,7 @@ def parser() -> CommandParser:
     """Returns the parser of the command's options."""
     options = CommandParser(
         prog="gradwire topo",
-        description="Shows CPUs, PCIe switches, GPUs, NICs and links: as a tree unless told otherwise.",
+        description="Shows CPUs, PCIe switches, GPUs, NICs and links of a machine (default: as a tree).",
     )
     options.add_argument(
         "--matrix", action="store_true", help="print distances of GPUs and NICs, as nvidia-smi topo -m"
