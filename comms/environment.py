@@ -33,7 +33,7 @@ def watch_options() -> "WatchOptions":
     """Reads GRADWIRE_WATCH_STALL_SECONDS, GRADWIRE_WATCH_JSON, GRADWIRE_WATCH_METRICS and GRADWIRE_WATCH_TRACE.
 
     Raises:
-        ValueError: GRADWIRE_WATCH is not 1, or the seconds are no positive number.
+        ValueError: GRADWIRE_WATCH is in neither `ON` nor `OFF`, or the seconds are no positive number.
     """
     if (wanted := os.environ.get(WATCH, "")).lower() not in ON:
         raise ValueError(f"`{WATCH}` is {wanted!r}; wanted {', '.join(ON)}, or one of {', '.join(OFF)}")
