@@ -141,7 +141,7 @@ def test_people_get_a_table_that_fits_and_pages_get_one_of_theirs(
 def test_the_readmes_first_screen_has_the_figures_of_its_table() -> None:
     """Plain DDP, torch's fp16 hook and int8 on 10 GbE, in the order of the table's columns."""
     page = (ROOT / "README.md").read_text()
-    sentence = " ".join(page.partition("`gradwire predict` gives for ")[2].partition("So torch's hook")[0].split())
+    sentence = " ".join(page.partition("`gradwire predict` gives ")[2].partition("So torch's hook")[0].split())
     for model in ("GPT-2", "Llama-3.2-1B", "ResNet-50"):
         row = next(line for line in page.splitlines() if line.startswith(f"| {model}") and "| 10 GbE |" in line)
         plain, fp16, _, int8 = (cell.strip(" !") for cell in row.split("|")[3:7])
