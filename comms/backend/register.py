@@ -1,6 +1,7 @@
 """Registers the backend "gradwire" and the rendezvous `mpi://` with torch.distributed, at the end of `import torch`."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,9 @@ def register() -> None:
             from gradwire.comms.automatic import expect_hook, install
         except ImportError as error:
             # One of its modules has imported torch, which calls this: the first use of gradwire's names calls it again.
-            if "partially initialized" not in str(error):
+            # Python decides by the same attribute that a module is initialized partially: import_from in its ceval.c.
+            spec = getattr(sys.modules.get(error.name or ""), "__spec__", None)
+            if not getattr(spec, "_initializing", False):
                 raise
             log.debug("the automatic hook is installed later: %s", error)
         else:

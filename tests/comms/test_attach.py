@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import metadata
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -307,6 +309,55 @@ def test_options_without_a_hook_are_explained_once_where_ddp_trains(how: str) ->
         "GRADWIRE_HOOK=int8 before the command\n"
     )
     assert (done.stderr.count(words), done.stderr.count("no effect")) == ((1, 1) if how == "plain" else (0, 0))
+
+
+class Refusing:
+    """A finder for which the module of the automatic hook cannot be imported, as `name` cannot, with some words."""
+
+    def __init__(self, words: str, name: str) -> None:
+        self._error = ImportError(words, name=name)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == automatic.__name__:
+            raise self._error
+
+
+@pytest.mark.parametrize(
+    ("words", "is_being_imported", "is_raised"),
+    [("of a module that is not ready", True, False), ("cannot read a partially initialized disk", False, True)],
+)
+def test_the_hook_waits_for_a_module_that_is_being_imported_whatever_the_error_says(
+    words: str, is_being_imported: bool, is_raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ModuleType("other")
+    other.__spec__ = ModuleSpec("other", None)
+    other.__spec__._initializing = is_being_imported  # type: ignore[attr-defined]  # as importlib does
+    monkeypatch.setitem(sys.modules, "other", other)
+    monkeypatch.delitem(sys.modules, automatic.__name__)
+    monkeypatch.setattr(sys, "meta_path", [Refusing(words, "other"), *sys.meta_path])
+    monkeypatch.setenv("GRADWIRE_HOOK", "int8")
+    if is_raised:
+        with pytest.raises(ImportError, match=words):
+            register()
+    else:
+        register()
+
+
+FIRST = """
+import {first}
+import gradwire
+gradwire.HookState
+from torch.nn.parallel import DistributedDataParallel
+print(hasattr(DistributedDataParallel.__init__, "__wrapped__"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["gradwire.comms.bootstrap.compat", "gradwire.comms.automatic"])
+def test_where_a_module_of_gradwire_imports_torch_the_hook_is_installed_at_the_first_name(first: str) -> None:
+    """torch loads the backend at the end of its own import, when that module is not complete."""
+    done = run_script(FIRST.format(first=first), GRADWIRE_HOOK="int8")
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_the_variable_and_another_one_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
