@@ -30,7 +30,7 @@ def dynamic_metadata(settings: Mapping[str, object], project: Mapping[str, objec
     else:
         repository = os.environ.get("GRADWIRE_REPOSITORY", "").rstrip("/")
         text = rewrite((ROOT / "README.md").read_text(encoding="utf-8"), repository, shown(str(project["version"])))
-        urls = urls_of(repository)
+        urls = urls_of(repository, shown(str(project["version"])))
     return {"readme": {"content-type": "text/markdown", "text": text}, "urls": urls}
 
 
@@ -62,13 +62,20 @@ def rewrite(text: str, repository: str, tag: str) -> str:
     return LINK.sub(absolute, text)
 
 
-def urls_of(repository: str) -> dict[str, str]:
-    """The links beside the page: `Project-URL` in the metadata."""
+def urls_of(repository: str, tag: str) -> dict[str, str]:
+    """The links beside the page: `Project-URL` in the metadata.
+
+    Messages of an installed wheel name pages by the address of the documentation, which therefore shows this version.
+
+    Args:
+        repository: Its address; empty where it is not known.
+        tag: The tag or commit that the documentation is of.
+    """
     if not repository:
         return {}
     return {
         "Source": repository,
-        "Documentation": f"{repository}/blob/main/docs/index.md",
+        "Documentation": f"{repository}/blob/{tag}/docs/index.md",
         "Changelog": f"{repository}/blob/main/CHANGELOG.md",
         "Issues": f"{repository}/issues",
     }

@@ -74,3 +74,38 @@ def test_warnings_are_issued_in_one_place_that_names_the_sender() -> None:
     direct = {file.name for file, call in calls_of("warn") if ast.unparse(call.func) == "warnings.warn"}
     assert direct == set()
     assert {file.name for file, _ in calls_of("warn_explicit")} == {"callers.py"}
+
+
+SHIPPED = (*MESSENGERS, "bench")
+"""Packages of the wheel, which has no docs/."""
+
+PAGES = {path.relative_to(COMMS.parent / "docs") for path in (COMMS.parent / "docs").rglob("*.md")}
+OWN_PAGE = re.compile(
+    "|".join([r"\bdocs/", *(rf"\b{re.escape(str(path.with_suffix('')))}\b" for path in PAGES if path.parent.name)])
+)
+
+
+def texts_of(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yields the texts in a file that are no docstrings."""
+    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in described:
+            yield node
+
+
+def test_messages_name_a_page_where_readers_of_an_installed_wheel_find_it() -> None:
+    """By `topology.wording.page`, whose argument is a page that there is."""
+    root, pages = COMMS.parent, set[str]()
+    for file in (file for folder in SHIPPED for file in sorted((root / folder).rglob("*.py"))):
+        if file.is_relative_to(root / "bench" / "studies") or file == root / "topology" / "wording.py":
+            continue
+        tree = ast.parse(file.read_text())
+        named = {
+            id(node.args[0]): ast.literal_eval(node.args[0])
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "page"
+        }
+        pages.update(named.values())
+        wrong = [node.value for node in texts_of(tree) if OWN_PAGE.search(str(node.value)) and id(node) not in named]
+        assert not wrong, f"{file}: {wrong}; name it by `page(...)` of topology/wording.py"
+    assert pages and set(map(Path, pages)) <= PAGES

@@ -4,12 +4,30 @@ Numbers have three digits and no exponent. Rates of links are in bits per second
 """
 
 from collections.abc import Iterable, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
 
 MOST_LISTED = 6
 """Most names that `listed` writes; of more it writes one less, and the number of the others."""
 
 MOST_RANKS = 8
 """Most ranks that `ranks_in_words` writes."""
+
+
+def page(name: str) -> str:
+    """Returns where the reader of a message finds a page of the documentation.
+
+    That is its file in a checkout, else its address, if the installed wheel names the repository, else its place in the
+    repository, in words.
+
+    Args:
+        name: File of the page in docs/, as `how-to/slow_links.md`.
+    """
+    if (file := Path(__file__).parents[2] / "docs" / name).exists():
+        return str(file)
+    urls = [url for each in distributions(name="gradwire") for url in each.metadata.get_all("Project-URL") or ()]
+    index = next((url.partition(", ")[2] for url in urls if url.startswith("Documentation, ")), None)
+    return f"docs/{name} in gradwire's repository" if index is None else index.replace("index.md", name)
 
 
 def rate(bytes_per_second: float) -> str:

@@ -14,7 +14,7 @@ from gradwire.comms.plan.advise import SAY_OPTIMIZER, Advice, Candidate, Workloa
 from gradwire.comms.plan.overlap import least_compute_seconds
 from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
-from gradwire.topology.wording import ms, rate
+from gradwire.topology.wording import ms, page, rate
 
 Object = dict[str, object]
 
@@ -224,7 +224,7 @@ def as_table(
     if alone:
         console.print(f"recommended: {RARELY_OR_ALONE}", style="bold")
         console.print("write: outer = gradwire.Outer(model, optimizer)", markup=False)
-        console.print("Where it ends, and its settings: docs/how-to/slow_links.md.\n")
+        console.print(f"Where it ends, and its settings: {page('how-to/slow_links.md')}\n", soft_wrap=True)
     # The recommendation, how to write it, and why.
     choice = f"plan {chosen.plan}, compressor {chosen.compressor}"
     console.print(

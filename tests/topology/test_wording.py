@@ -1,8 +1,12 @@
 """Wording of rates, sizes, durations and lists."""
 
+from importlib.metadata import Distribution
+from pathlib import Path
+
 import pytest
 
-from gradwire.topology.wording import duration, listed, ms, nbytes, ranks_in_words, rate, rates_in_words, verb
+from gradwire.topology import wording
+from gradwire.topology.wording import duration, listed, ms, nbytes, page, ranks_in_words, rate, rates_in_words, verb
 
 
 @pytest.mark.parametrize(
@@ -38,3 +42,20 @@ def test_long_lists_are_shortened() -> None:
     assert [ranks_in_words([3]), ranks_in_words([0, 1])] == ["rank 3", "ranks 0, 1"]
     assert ranks_in_words(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
     assert [verb("a", "run"), verb("ab", "run")] == ["runs", "run"]
+
+
+def test_a_page_is_a_file_in_a_checkout_and_an_address_where_the_wheel_knows_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "how-to/slow_links.md"
+    assert Path(page(name)).is_file() and page(name).endswith(f"/docs/{name}")
+    about = tmp_path / "gradwire-1.2.3.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: gradwire\nVersion: 1.2.3\n")
+    monkeypatch.setattr(wording, "__file__", str(tmp_path / "gradwire" / "topology" / "wording.py"))
+    monkeypatch.setattr(wording, "distributions", lambda name: Distribution.discover(name=name, path=[str(tmp_path)]))
+    assert page(name) == f"docs/{name} in gradwire's repository"
+    with (about / "METADATA").open("a") as file:
+        file.write("Project-URL: Source, https://forge.example/owner/gradwire\n")
+        file.write("Project-URL: Documentation, https://forge.example/owner/gradwire/blob/v1.2.3/docs/index.md\n")
+    assert page(name) == f"https://forge.example/owner/gradwire/blob/v1.2.3/docs/{name}"
