@@ -283,7 +283,7 @@ $(stamp)torch: constraints.txt | $(python)
 	  echo "packages: about 3 GB to download, 5 GB on disk."; \
 	else \
 	  echo "no CPU build of torch was found for this Python: neither by pip's configuration nor at $(cpu_index)."; \
-	  echo "Choose one: \`make run TORCH_INDEX=ADDRESS\`, an index with CPU builds (or PIP_FIND_LINKS=FOLDER with wheels);"; \
+	  echo "Choose one: \`make run TORCH_INDEX=ADDRESS\`, a mirror of that index (or PIP_FIND_LINKS=FOLDER with wheels);"; \
 	  echo "\`make run TORCH_BUILD=any\`, PyPI's build for CUDA: about 3 GB to download, 5 GB on disk;"; \
 	  echo "\`make run PYTHON=/path/to/python\`, an environment that has torch."; \
 	  exit 1; \
