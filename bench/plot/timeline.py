@@ -2,11 +2,11 @@
 
 import statistics
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradwire.bench.plot.style import OURS, PlotRecord, load_pyplot, save, strip
 
@@ -79,6 +79,7 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineB
         held = sorted(spans)
         raise ValueError(f"`--step`: found {step}, wanted {held[0]} to {held[-1]}, which the trace holds")
     first, last = spans[step]
+    entered = _entered(record)
     found: dict[int, dict[str, list[TimelineBar]]] = defaultdict(lambda: defaultdict(list))
     for event in record["traceEvents"]:
         if event["ph"] != "X":
@@ -95,11 +96,36 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineB
         elif track.startswith(("lane ", "phase ")) and ended > first and began < last:
             what = next((each for each in COLOURS if name.startswith(each)), None)
             if what is not None:
-                found[rank][track].append(TimelineBar(max(began, first), min(ended, last), what, what == "codec"))
+                complete = min(max(began, entered.get(id(event), began)), ended)
+                if complete > began:
+                    found[rank][track].append(TimelineBar(max(began, first), min(complete, last), "wait"))
+                found[rank][track].append(TimelineBar(max(complete, first), min(ended, last), what, what == "codec"))
     for rank, track, bar in _in_flight(record):
         if bar.ended > first and bar.began < last:
             found[rank][track].append(replace(bar, began=max(bar.began, first), ended=min(bar.ended, last)))
     return found
+
+
+def _entered(record: PlotRecord) -> dict[int, float]:
+    """Returns the id of an event -> when the last rank of its node entered the same collective, in seconds.
+
+    A collective in shared memory waits inside for that rank. All ranks of a node run their collectives in one order, so
+    the n-th of a launch and phase is the same on each.
+
+    Args:
+        record: Parsed trace.
+    """
+    events = sorted(record["traceEvents"], key=lambda each: each.get("ts", 0.0))
+    nodes = {each["pid"]: each["args"]["name"].partition(", ")[2] for each in events if each["name"] == "process_name"}
+    counts: Counter[tuple[int, object, str]] = Counter()
+    same: dict[tuple[object, ...], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        name = event["name"]
+        if event["ph"] == "X" and name.endswith(" intra_node") and not name.startswith(WAITS_FOR):
+            key = event["pid"], event["args"].get("launch"), name
+            counts[key] += 1
+            same[nodes.get(key[0]), *key[1:], counts[key]].append(event)
+    return {id(event): group[-1]["ts"] / 1e6 for group in same.values() for event in group}
 
 
 def _in_flight(record: PlotRecord) -> Iterator[tuple[int, str, TimelineBar]]:

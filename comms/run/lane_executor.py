@@ -265,7 +265,7 @@ class LaneExecutor(Executor):
                 for work in job.works:
                     work.wait()
         job.works = ()
-        with recorder.span(track, self._place_of(job), launch=number):
+        with recorder.span(track, self._place_of(job, lane[0]), launch=number):
             return next(job.steps, None)
 
     def oldest(self) -> WaitingAllReduce | None:
@@ -278,14 +278,19 @@ class LaneExecutor(Executor):
                 return WaitingAllReduce(run.number, run.all_reduce.buckets[0], self._place_of(job), seconds)
         return None
 
-    def _place_of(self, job: _ChunkJob) -> str:
-        """Returns the phase that a job is in, such as `reduce_scatter intra_node`; without a plan the job's name."""
+    def _place_of(self, job: _ChunkJob, least: int = 0) -> str:
+        """Returns the phase that a job is in, such as `reduce_scatter intra_node`; without a plan the job's name.
+
+        Args:
+            job: The job.
+            least: Index of the phase that the job begins in its lane, where it is still in the one that it waited for.
+        """
         if job.run is None or job.name:
             return job.name
         phases = job.run.rank_plan.plan.phases
         if not phases:
             return "nothing"
-        phase = phases[job.run.phases.get(job.start, 0)]
+        phase = phases[min(max(job.run.phases.get(job.start, 0), least), len(phases) - 1)]
         return f"{phase.op} {phase.place(self._level_names)}"
 
     def _fail(self, job: _ChunkJob, error: BaseException) -> None:

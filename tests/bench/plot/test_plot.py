@@ -212,6 +212,25 @@ def test_a_transfer_that_no_lane_carries_is_drawn_from_its_issue_to_the_end_of_t
     assert found == [(1.0, 4.0, "all_reduce"), (2.0, 7.0, "all_reduce")]
 
 
+def test_a_collective_in_shared_memory_is_drawn_as_waiting_until_the_last_rank_of_the_node_is_in_it() -> None:
+    step = {"ph": "X", "pid": 0, "cat": "step", "name": "step 6: backward", "ts": 0, "dur": 9e6, "args": {"step": 6}}
+    gather = "all_gather intra_node"
+    events = [
+        *({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}, node {node}"}}
+          for rank, node in enumerate("aab")),
+        _event(2, gather, 1.0, 4.5),
+        _event(2, gather, 5.0, 6.0),
+        {**_event(2, gather, 4.0, 4.6), "pid": 1},
+        {**_event(2, gather, 5.0, 6.0), "pid": 1},
+        {**_event(2, gather, 6.0, 7.0), "pid": 2},
+    ]  # fmt: skip
+    rows = timeline.rows_of({"traceEvents": [step, *events]}, 6)
+    bars = {rank: [(bar.began, bar.ended, bar.kind) for bar in rows[rank]["lane 2.0"]] for rank in range(3)}
+    assert bars[0] == [(1.0, 4.0, "wait"), (4.0, 4.5, "all_gather"), (5.0, 6.0, "all_gather")]
+    assert bars[1] == [(4.0, 4.6, "all_gather"), (5.0, 6.0, "all_gather")]
+    assert bars[2] == [(6.0, 7.0, "all_gather")]
+
+
 def test_numbers_of_buckets_that_would_overlap_stand_together() -> None:
     bars = [timeline.TimelineBar(began, 9.0, "backward", text=str(index)) for index, began in enumerate([0, 0.1, 5])]
     assert [bar.text for bar in timeline._readable(bars, 0.5)] == ["0,1", "", "2"]

@@ -110,6 +110,10 @@ def test_the_trace_holds_every_bucket_of_every_rank(traced: dict[str, Any]) -> N
         assert all(event["args"]["compressor"] == "int8" for event in transfers)
         names = {event["name"] for event in own}
         assert {"reduce_scatter intra_node", "codec int8", "wait for all_reduce inter_node"} <= names
+        lanes = {lane: {each["name"] for each in own if each["cat"].startswith(f"lane {lane}.")} for lane in range(3)}
+        assert lanes[0] >= {"reduce_scatter intra_node"} and "all_gather intra_node" not in lanes[0] | lanes[1]
+        behind = {name for name in lanes[2] if not name.startswith("wait for ")}
+        assert behind == {"all_gather intra_node"}, "in the lane behind the transfer is the phase behind it"
         assert all(event["dur"] >= 0 for event in own)
     assert traced["otherData"]["steps"] == STEPS
 
