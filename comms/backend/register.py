@@ -35,22 +35,22 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
         _register_rendezvous()
-    if dist.is_available() and (automatic_hook_wanted() or unused_variables()):
-        try:
+    try:
+        if dist.is_available() and (automatic_hook_wanted() or unused_variables()):
             from gradwire.comms.automatic import expect_hook, install
-        except ImportError as error:
-            # One of its modules has imported torch, which calls this: the first use of gradwire's names calls it again.
-            # Python decides by the same attribute that a module is initialized partially: import_from in its ceval.c.
-            spec = getattr(sys.modules.get(error.name or ""), "__spec__", None)
-            if not getattr(spec, "_initializing", False):
-                raise
-            log.debug("the automatic hook is installed later: %s", error)
-        else:
-            (install if automatic_hook_wanted() else expect_hook)()
-    if dist.is_available() and watch_wanted():
-        from gradwire.comms.watch.watch import install as install_watch
 
-        install_watch()
+            (install if automatic_hook_wanted() else expect_hook)()
+        if dist.is_available() and watch_wanted():
+            from gradwire.comms.watch.watch import install as install_watch
+
+            install_watch()
+    except ImportError as error:
+        # One of these modules has imported torch, which calls this: the first use of gradwire's names calls it again.
+        # Python decides by the same attribute that a module is partially initialized (import_from in ceval.c).
+        spec = getattr(sys.modules.get(error.name or ""), "__spec__", None)
+        if not getattr(spec, "_initializing", False):
+            raise
+        log.debug("GRADWIRE_HOOK and GRADWIRE_WATCH take effect later: %s", error)
 
 
 def _register_rendezvous() -> None:

@@ -347,17 +347,19 @@ FIRST = """
 import {first}
 import gradwire
 gradwire.HookState
+from gradwire.comms.watch import watch
 from torch.nn.parallel import DistributedDataParallel
-print(hasattr(DistributedDataParallel.__init__, "__wrapped__"))
+print(hasattr(DistributedDataParallel.__init__, "__wrapped__"), watch.install.cache_info().currsize == 1)
 """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("variable", ["GRADWIRE_HOOK", "GRADWIRE_WATCH"])
 @pytest.mark.parametrize("first", ["gradwire.comms.bootstrap.compat", "gradwire.comms.automatic"])
-def test_where_a_module_of_gradwire_imports_torch_the_hook_is_installed_at_the_first_name(first: str) -> None:
+def test_where_a_module_of_gradwire_imports_torch_it_takes_effect_at_the_first_name(first: str, variable: str) -> None:
     """torch loads the backend at the end of its own import, when that module is not complete."""
-    done = run_script(FIRST.format(first=first), GRADWIRE_HOOK="int8")
-    assert done.stdout == "True\n", done.stderr
+    done = run_script(FIRST.format(first=first), **{variable: "none" if variable == "GRADWIRE_HOOK" else "1"})
+    assert done.stdout == f"{variable == 'GRADWIRE_HOOK'} {variable == 'GRADWIRE_WATCH'}\n", done.stderr
 
 
 def test_the_variable_and_another_one_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
