@@ -20,8 +20,8 @@ MOST_LINES = {
     "topology": 9_282,
     "compressors": 4_100,
     "comms": 24_905,
-    "bench": 12_697,
-    "gradwire": 1_470,
+    "bench": 12_775,
+    "gradwire": 1_459,
     "bench/studies": 5_600,
 }
 """Folder -> lines of code: no blank lines, comments and docstrings; `bench` without its studies, which are not in the

@@ -12,6 +12,9 @@ from gradwire.topology.fabric import TCP_SHARE
 
 R = TypeVar("R")
 
+PLAIN = ("gloo", "nccl")
+"""Backends that plain DDP runs on."""
+
 DEFAULT_GRADIENT_NBYTES = 100_000_000
 """Bytes of gradients without `--gradient-mb` and `--script`: 25 million float32 parameters, as ResNet-50 has."""
 
@@ -422,6 +425,14 @@ class JobFacts:
         """
         count = len(self.nodes)
         return 2 * (count - 1) / count * self.gradient_nbytes / max(bytes_per_second, 1.0)
+
+    def plain_exchange_seconds(self) -> float:
+        """Returns the seconds of the gradients' exchange under plain DDP, of which a known step is.
+
+        That is the time of gloo or NCCL, whichever was faster, else the least time at the rate of a healthy link.
+        """
+        times = [each.seconds / each.nbytes for each in self.backends if each.seconds and each.backend in PLAIN]
+        return min(times) * self.gradient_nbytes if times else self.exchange_seconds(self.good_rate())
 
     @property
     def compute_seconds(self) -> float:

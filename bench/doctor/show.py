@@ -10,13 +10,13 @@ from rich.table import Column, Table
 from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.machine import available_cores
 from gradwire.bench.doctor.checks.network import FOREIGN_SHARE, SLOW
-from gradwire.bench.doctor.checks.steps import step_split
+from gradwire.bench.doctor.checks.steps import BACKWARD, COLLECTIVE, EXCHANGE, FORWARD, step_split
 from gradwire.bench.doctor.checks.transfers import LOST_SHARE, counted_loss
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
 from gradwire.bench.terminal import right_columns
 from gradwire.comms.plan import overlap
 from gradwire.topology.nccl_variables import WANTED_HERE
-from gradwire.topology.presets import preset_with
+from gradwire.topology.presets import PRESETS, preset_with
 from gradwire.topology.wording import duration, nbytes, rate
 
 MOST_PAIRS = 15
@@ -77,8 +77,8 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
 def conclusion(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     """Returns the two last lines of the report: a conclusion, and `Type: ` with the command to type next.
 
-    The conclusion is about training with exact sums, by the model of `comms/plan/overlap.py`. It names no compressor:
-    the command to type next ranks them, by `comms/plan/advise.py`.
+    The conclusion is about training with exact sums, as the command to type next predicts it. It names no compressor:
+    that command ranks them, by `comms/plan/advise.py`.
 
     Args:
         facts: Measurements of the job.
@@ -115,10 +115,9 @@ def conclusion(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     exact = facts.exchange_seconds(good)
     first = _nothing(facts, found) if all(each.remark for each in found) else "Once that is mended"
     # With a known step say how much more all nodes train; otherwise say how long a step must be for it.
-    alone = computed_seconds(facts)
-    if alone is not None:
-        gain = count * alone / overlap.step_seconds(alone, exact)
-        line = f"{first}: {count} nodes train about {gain:.2g} times as much as one with exact sums."
+    if (computed := computed_seconds(facts)) is not None:
+        gain = _exact_gain(facts, found, *computed)
+        line = f"{first}: {count} nodes train {gain:.2f} times as much as one with exact sums."
         if gain < 1:
             line += " One node alone trains more, unless a compressor or gradwire.Outer helps: the command says so."
     else:
@@ -171,18 +170,74 @@ def _faster_backend(facts: JobFacts) -> str:
     return f' gloo took {gloo / ours:.1f} times as long as init_process_group("gradwire").'
 
 
-def computed_seconds(facts: JobFacts) -> float | None:
-    """Returns the time of a step without communication, in seconds; None if the step is unknown or too short.
+def computed_seconds(facts: JobFacts) -> tuple[float, float] | None:
+    """Returns the seconds of a step without communication: of the backward pass, and of all else; None if unknown.
+
+    A script's backward pass ends with the wait for its exchange. Without GPUs its computing is taken as twice the
+    forward pass, but as no less than what of it no exchange is in flight in. Otherwise the step is divided by the model
+    of `comms/plan/overlap.py`; one that is shorter than its exchange has no known parts.
 
     Args:
         facts: Measurements of the job.
     """
-    exchange = facts.exchange_seconds(facts.good_rate())
+    if facts.step_seconds is None:
+        return None
+    parts = {} if facts.has_gpus else step_split(facts)
+    passed = parts.get(BACKWARD, 0.0)
+    computing = min(passed, max(passed - parts.get(EXCHANGE, 0.0), parts.get(FORWARD, 0.0) / overlap.FORWARD_SHARE))
+    if computing:
+        return computing, max(0.0, facts.step_seconds - passed - parts.get(COLLECTIVE, 0.0))
+    exchange = facts.plain_exchange_seconds()
     if facts.joined_by_nvlink:
         exchange = facts.all_reduce_seconds or 0.0
-    if facts.step_seconds is None or facts.step_seconds <= exchange:
+    if facts.step_seconds <= exchange:
         return None
-    return overlap.compute_seconds(facts.step_seconds, exchange)
+    computed = overlap.compute_seconds(facts.step_seconds, exchange)
+    backward = computed / (1 + overlap.FORWARD_SHARE)
+    return backward, computed - backward
+
+
+def _mended(facts: JobFacts, found: Sequence[Diagnosis]) -> tuple[str, list[int], list[int], float, float]:
+    """Returns the cluster with its links mended.
+
+    That is the preset of a node, each node's ranks and its NIC's rate in Mbit/s, and round trip in seconds and loss.
+    """
+    # Here, because one machine is examined without torch, which this module needs.
+    from gradwire.comms.plan.machine_cluster import payload_share
+
+    # The command wants a NIC's rate, and takes what TCP leaves of it for nodes without GPUs; payload was measured.
+    share = payload_share(has_gpus=facts.has_gpus)
+    rates = [max(1, round(8 * each / share / 1e6)) for each in rates_after_fixes(facts, found)]
+    # Distance is the latency of an idle link: beside other traffic packets wait in queues.
+    busy = any(facts.foreign_share(node) >= FOREIGN_SHARE for node in range(len(facts.nodes)))
+    trip = 0.0 if busy else 2 * max(pair.latency_seconds for pair in facts.pairs)
+    far = trip >= FAR_ROUND_TRIP and not facts.has_gpus
+    lost = counted_loss(facts)
+    names = [gpu.name for each in facts.ranks for gpu in each.gpus] or [""]
+    return (
+        preset_with(names[0]) if facts.has_gpus else "cpu_only",
+        [len(node) for node in facts.nodes],
+        rates,
+        trip if far else 0.0,
+        lost if far and lost >= LOST_SHARE else 0.0,
+    )
+
+
+def _exact_gain(facts: JobFacts, found: Sequence[Diagnosis], backward_seconds: float, rest_seconds: float) -> float:
+    """Returns how many times as much all nodes train as one with exact sums, as `predict_command` predicts it."""
+    # Here for torch, as above.
+    from gradwire.bench.prediction import cluster_of_nodes, exact_gain
+    from gradwire.comms.plan.advise import Workload
+    from gradwire.comms.plan.machine_cluster import library_of
+
+    preset, ranks, rates, trip, loss = _mended(facts, found)
+    machine, bits = PRESETS[preset](), [1e6 * each for each in rates]
+    return exact_gain(
+        lambda nodes: cluster_of_nodes(machine, nodes, ranks=ranks, rates=bits, round_trip_seconds=trip, loss=loss),
+        len(ranks),
+        Workload(facts.gradient_nbytes, backward_seconds, rest_seconds=rest_seconds),
+        library_of(machine),
+    )
 
 
 def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
@@ -192,30 +247,16 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
         facts: Measurements of the job, with pairs.
         found: Findings; the command has the links' rates after their fixes.
     """
-    counts = [len(node) for node in facts.nodes]
-    ranks = counts[0] if len(set(counts)) == 1 else ",".join(str(each) for each in counts)
-    # Here, because one machine is examined without torch, which this module needs.
-    from gradwire.comms.plan.machine_cluster import payload_share
-
-    # The command wants a NIC's rate, and takes what TCP leaves of it for nodes without GPUs; payload was measured.
-    share = payload_share(has_gpus=facts.has_gpus)
-    nics = [f"{max(1, round(8 * each / share / 1e6))}mbit" for each in rates_after_fixes(facts, found)]
+    preset, counts, rates, trip, loss = _mended(facts, found)
+    ranks = counts[0] if len(set(counts)) == 1 else ",".join(map(str, counts))
+    nics = [f"{each}mbit" for each in rates]
     nic = nics[0] if len(set(nics)) == 1 else ",".join(nics)
-    # Distance is the latency of an idle link: beside other traffic packets wait in queues.
-    busy = any(facts.foreign_share(node) >= FOREIGN_SHARE for node in range(len(facts.nodes)))
-    trip = 0.0 if busy else 2 * max(pair.latency_seconds for pair in facts.pairs)
-    far = ""
-    if trip >= FAR_ROUND_TRIP and not facts.has_gpus:
-        lost = counted_loss(facts)
-        far = f" --rtt {1e3 * trip:.3g}ms" + (f" --loss {100 * lost:.2g}%" if lost >= LOST_SHARE else "")
+    far = f" --rtt {1e3 * trip:.3g}ms" * bool(trip) + f" --loss {100 * loss:.2g}%" * bool(loss)
     computed = computed_seconds(facts)
-    backward = f" --backward-ms {1e3 * computed / (1 + overlap.FORWARD_SHARE):.1f}" if computed is not None else ""
-    names = [gpu.name for each in facts.ranks for gpu in each.gpus] or [""]
-    preset = preset_with(names[0]) if facts.has_gpus else "cpu_only"
+    step = "" if computed is None else " --backward-ms {:.4g} --forward-ms {:.4g}".format(*(1e3 * s for s in computed))
     return (
-        f"gradwire predict --preset {preset} --nodes {len(facts.nodes)} "
-        f"--ranks-per-node {ranks} --nic {nic}{far} "
-        f"--gradient-mb {facts.gradient_nbytes / 1e6:g}{backward}"
+        f"gradwire predict --preset {preset} --nodes {len(counts)} --ranks-per-node {ranks} --nic {nic}{far} "
+        f"--gradient-mb {facts.gradient_nbytes / 1e6:g}{step}"
     )
 
 
@@ -256,7 +297,7 @@ def _split_line(facts: JobFacts) -> str:
     if not parts or facts.step_seconds is None:
         return ""
     said = ", ".join(f"{duration(value)} {kind}" for kind, value in parts.items())
-    under = "; an exchange is under way while the main thread does other things, too" if "exchange" in parts else ""
+    under = "; an exchange is under way while the main thread does other things, too" if EXCHANGE in parts else ""
     return f"Where {duration(facts.step_seconds)} of a step of your script go, on the usual rank: {said}{under}."
 
 

@@ -15,19 +15,8 @@ Models", arXiv:2001.08361, section 2.1: backward takes twice the operations of f
 _FORWARD = FORWARD_SHARE / (1 + FORWARD_SHARE)
 
 
-def step_seconds(compute_seconds: float, exchange_seconds: float) -> float:
-    """Returns the seconds of a step.
-
-    Args:
-        compute_seconds: Seconds of its forward and backward pass.
-        exchange_seconds: Seconds of the exchange of all gradients.
-    """
-    forward = _FORWARD * compute_seconds
-    return forward + max(compute_seconds - forward, exchange_seconds)
-
-
 def compute_seconds(step: float, exchange: float) -> float:
-    """Returns the seconds of forward and backward pass, given those of the whole step: the inverse of `step_seconds`.
+    """Returns the seconds of forward and backward pass, given those of the whole step.
 
     Args:
         step: Seconds of a step whose gradients are exchanged.

@@ -15,15 +15,15 @@ from gradwire.bench.doctor.checks.steps import FIRST_BUCKET_NBYTES
 from gradwire.bench.emulation.paths import parse_loss, parse_seconds
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.pipe import reader_may_leave
+from gradwire.bench.prediction import cluster_of_nodes
 from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_models
 from gradwire.cli.predict_show import Answer, Gains, as_json, as_table, draw
-from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Candidate, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.cost import EXACT
-from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of, payload_share
+from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
 from gradwire.comms.plan.overlap import FORWARD_SHARE
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.compressors import registry
@@ -77,22 +77,16 @@ class Question:
 
     def cluster(self, nodes: int) -> Cluster:
         """Returns the cluster of the first `nodes` nodes."""
-        rates = self._rates()[:nodes]
-        whole = cluster_of_machines(
+        return cluster_of_nodes(
             self.machine,
             nodes,
-            ranks_per_node=max(self.options.ranks_per_node[:nodes], default=None),
-            nic_bits_per_second=min(rates, default=None),
+            ranks=self.options.ranks_per_node,
+            rates=self._rates(),
             nics_per_node=self.options.nics_per_node,
             intra_bits_per_second=self._rate("intra_node"),
             round_trip_seconds=_round_trip(self.options),
             loss=0.0 if self.options.loss is None else parse_loss(self.options.loss, "--loss"),
         )
-        if len(self.options.ranks_per_node) > 1:
-            counts = dict(zip(whole.units(0), self.options.ranks_per_node, strict=False))
-            whole = replace(whole, locations=tuple(node for node, count in counts.items() for _ in range(count)))
-        share = (self.options.nics_per_node or 1) * payload_share(has_gpus=bool(self.machine.gpus))
-        return with_node_rates(whole, [rate / 8 * share for rate in rates] if len(set(rates)) > 1 else [])
 
     def _rates(self) -> list[int]:
         """Returns the NIC rates in bits per second: one for each node, one for all, or none."""

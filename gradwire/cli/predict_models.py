@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.compare.public_models import PublicModel
-from gradwire.cli.predict_show import exact_candidates
+from gradwire.bench.prediction import exact_candidates
 from gradwire.comms.plan.advise import Advice, Candidate
 
 LINKS = (("1 GbE", "1gbit", 1), ("2.5 GbE", "2.5gbit", 1), ("10 GbE", "10gbit", 1), ("25 GbE", "25gbit", 1),

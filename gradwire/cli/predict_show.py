@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.plot.style import BASELINE, PEERS, load_pyplot, save, strip
+from gradwire.bench.prediction import exact_candidates
 from gradwire.comms.plan.advise import SAY_OPTIMIZER, Advice, Candidate, Workload
 from gradwire.comms.plan.overlap import least_compute_seconds
 from gradwire.compressors.registry import options_of
@@ -183,15 +184,6 @@ def dense_steps(compressor: str) -> int:
     steps = options_of(compressor).get("warmup_steps", 0)
     assert isinstance(steps, int)
     return steps
-
-
-def exact_candidates(advice: Advice) -> list[Candidate]:
-    """Returns the exact candidates that a job can use, and in any case the flat all-reduce."""
-    return [
-        candidate
-        for candidate in advice.candidates
-        if candidate.compressor == "none" and (candidate.available or candidate.name == "flat")
-    ]
 
 
 def _candidate(one: Candidate) -> Object:

@@ -8,8 +8,12 @@ from gradwire.bench.doctor.facts import BUCKET_NBYTES, Diagnosis, JobFacts, Scri
 from gradwire.comms.observe.diagnosis import Margin, behind_median, excesses
 from gradwire.topology.wording import duration, nbytes
 
-LOADER, SAVING = "the data loader", "saving a checkpoint"
+LOADER, SAVING, COLLECTIVE = "the data loader", "saving a checkpoint", "collectives"
+BACKWARD, FORWARD = "the backward pass", "the forward pass"
 """Names of activities in gradwire/comms/watch/activity.py, which is not imported because it needs torch."""
+
+EXCHANGE = "exchange"
+"""Part of a step in which a collective is in flight, as long as on the latest rank."""
 
 FIRST_BUCKET_NBYTES = 1 << 20
 """Bytes of DDP's first bucket. Source: torch/nn/parallel/distributed.py, dist._DEFAULT_FIRST_BUCKET_BYTES."""
@@ -43,7 +47,7 @@ def step_split(facts: JobFacts) -> dict[str, float]:
     found = dict(usual.activity)
     if usual.under_way_seconds is not None and last.under_way_seconds is not None:
         found |= {
-            "exchange": last.under_way_seconds,
+            EXCHANGE: last.under_way_seconds,
             "waiting for late ranks": usual.under_way_seconds - last.under_way_seconds,
         }
     return {kind: value for kind, value in sorted(found.items(), key=lambda item: -item[1]) if value >= LEAST_SECONDS}

@@ -471,7 +471,7 @@ def test_a_variable_that_may_be_the_cure_is_tried_before_it_is_taken_away(name: 
 def test_where_no_exchange_of_gradients_pays_the_verdict_says_so(exchanges: float | None, said: str | None) -> None:
     """A step that lasts so many exchanges; one that is shorter than its own exchange says nothing."""
     facts = replace(healthy(3, nodes=2), gradient_nbytes=10**9)
-    exchange = facts.exchange_seconds(facts.good_rate())
+    exchange = facts.plain_exchange_seconds()
     facts = replace(facts, step_seconds=None if exchanges is None else exchanges * exchange)
     line = show.conclusion(facts, [])[0]
     assert (said in line) if said is not None else ("alone trains more" not in line)

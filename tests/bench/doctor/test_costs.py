@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from gradwire.bench.doctor import command, show
 from gradwire.bench.doctor.checks import REMARK_SHARE, diagnose
 from gradwire.bench.doctor.facts import BackendTime, ForeignTraffic, InterfaceRate, JobFacts, ScriptRun, UnreachedPair
 from gradwire.bench.terminal import STDOUT
+from gradwire.cli import predict
 from gradwire.topology.fabric import TCP_SHARE
 from support.doctor import everywhere, healthy, recorded, slowed
 
@@ -273,3 +275,59 @@ def test_the_likeliest_cause_of_too_many_exchanges_comes_first(
                     all_reduces=lines)  # fmt: skip
     (found,) = diagnose(replace(facts, script_runs=(run,) * len(facts.ranks)))
     assert found.key == "many_exchanges" and found.fix[0].startswith(first) and len(found.fix) == 3
+
+
+def split(facts: JobFacts, step: float, **parts: float) -> JobFacts:
+    """A job whose script took so long a step, with the same parts on all ranks, in seconds."""
+    activity = {f"the {name} pass": parts[name] for name in ("backward", "forward")} | {"the script itself": 6e-3}
+    run = ScriptRun(step_seconds=step, activity=activity, under_way_seconds=parts["exchange"])
+    return replace(facts, step_seconds=step, script_runs=(run,) * len(facts.ranks))
+
+
+UNLIKE = replace(job(nodes=3), pairs=tuple(replace(pair, many=(190 * MBIT, 90 * MBIT)) for pair in job(nodes=3).pairs))
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(job(), step_seconds=2.5),
+        replace(job(gloo=1.2), step_seconds=1.5),
+        replace(job(nodes=4, gloo=0.9), step_seconds=1.0),
+        replace(UNLIKE, step_seconds=4.0),
+        split(job(), 1.16, backward=1.13, forward=0.027, exchange=1.06),
+        split(job(), 1.16, backward=1.1, forward=0.5, exchange=0.2),
+        *(
+            replace(facts, step_seconds=1.5 * facts.plain_exchange_seconds())
+            for facts in (recorded(each["facts"]) for each in HEALTHY)
+        ),
+    ],
+)
+def test_the_doctor_says_what_the_command_that_it_prints_will_say(
+    facts: JobFacts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, typed = show.conclusion(facts, [])
+    said = re.search(r"nodes train ([\d.]+) times as much as one with exact sums", line)
+    assert predict.main([*typed.removeprefix("Type: gradwire predict ").split(), "--json"]) == 0
+    gains = json.loads(capsys.readouterr().out)["against_one_node"]
+    assert said is not None and float(said[1]) == pytest.approx(gains["exact"], rel=0.01, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("step", "parts", "backward", "rest"),
+    [
+        (1.16, {"backward": 1.13, "forward": 0.027, "exchange": 1.06}, 0.07, 0.03),
+        (1.16, {"backward": 1.10, "forward": 0.040, "exchange": 1.08}, 0.08, 0.06),
+        (1.60, {"backward": 1.00, "forward": 0.580, "exchange": 0.70}, 1.00, 0.60),
+    ],
+)
+def test_the_wait_at_the_end_of_a_backward_pass_is_not_computed(
+    step: float, parts: dict[str, float], backward: float, rest: float
+) -> None:
+    assert show.computed_seconds(split(job(), step, **parts)) == pytest.approx((backward, rest))
+
+
+def test_a_step_under_plain_ddp_holds_the_exchange_of_its_backend_not_the_fastest_there_is() -> None:
+    facts = replace(job(gloo=1.2, gradwire=0.8), step_seconds=1.5)
+    assert facts.plain_exchange_seconds() == 1.2
+    assert show.computed_seconds(facts) == pytest.approx((0.6, 0.3))
+    assert show.computed_seconds(replace(facts, step_seconds=1.1)) is None
