@@ -105,10 +105,9 @@ def _run(words: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "gradwire").partition(".")[0] == "gradwire":
             raise
-        print(
-            f"gradwire {words[0]}: `{error.name}` is missing here; install gradwire with what it needs: pip install .",
-            file=sys.stderr,
-        )
+        # As the installed gradwire has it, which may be a wheel: conditions are those of extras.
+        needed = " ".join(f"'{each}'" for each in importlib.metadata.requires("gradwire") or () if ";" not in each)
+        print(f"gradwire {words[0]}: `{error.name}` is missing here: pip install {needed}", file=sys.stderr)
         return 1
     status: int = module.main(words[1:])
     return status

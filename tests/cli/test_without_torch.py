@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.__main__ import main
+
 NEEDED = ("rich", "markdown-it-py", "mdurl", "pygments", "defusedxml", "nvidia-ml-py")
 """What pip installs beside gradwire, but numpy."""
 
@@ -115,6 +117,21 @@ def test_a_checkout_that_hides_an_installed_wheel_is_named(tmp_path: Path) -> No
     last = done.stderr.splitlines()[-1]
     assert f"{checkout / 'gradwire'}, which has no compiled part, hides" in last and str(installed) in last, done
     assert "PYTHONSAFEPATH=1" in last
+
+
+def test_a_package_that_is_missing_is_installed_by_the_command_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where gradwire came from a wheel, and there is no checkout for `pip install .`."""
+
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named 'rich', wanted by {name}", name="rich")
+
+    monkeypatch.setattr("gradwire.__main__.importlib.import_module", fail)
+    assert main(["topo"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("gradwire topo: `rich` is missing here: pip install '") and "'rich>=13'" in said
+    assert "torch" not in said and ";" not in said and said.count("\n") == 1
 
 
 def test_no_text_installs_gradwire_from_an_index() -> None:
