@@ -106,7 +106,10 @@ def _run(words: Sequence[str]) -> int:
         if (error.name or "gradwire").partition(".")[0] == "gradwire":
             raise
         # As the installed gradwire has it, which may be a wheel: conditions are those of extras.
-        needed = " ".join(f"'{each}'" for each in importlib.metadata.requires("gradwire") or () if ";" not in each)
+        try:
+            needed = " ".join(f"'{each}'" for each in importlib.metadata.requires("gradwire") or () if ";" not in each)
+        except importlib.metadata.PackageNotFoundError:
+            needed = "."  # in a checkout that nobody has installed
         print(f"gradwire {words[0]}: `{error.name}` is missing here: pip install {needed}", file=sys.stderr)
         return 1
     status: int = module.main(words[1:])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from gradwire.bench.emulation.namespaces import available
 from support.forked import ForkServer, fork_server
@@ -31,6 +32,11 @@ takes 0.1 to 0.4 s. Tests of that look say `nic_bytes_per_second=None`, or make 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 """OpenMP's threads sleep where they wait for each other: where the machine has more to do than cores, they spend twenty
 times what they compute on looking. Read when torch is loaded; how many they are, and all bits, stay."""
+
+
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
+# No example fails because the machine is slow: hypothesis gives each 200 ms unless told otherwise.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,5 +1,6 @@
 """What no command may do with nonsense: begin, end in a traceback, or let an escape sequence reach the terminal."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -220,6 +221,11 @@ def test_a_package_that_is_missing_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a checkout that nobody has installed."""
+
+    def not_installed(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", not_installed)
     monkeypatch.setitem(COMMANDS, "topo", ("no_such_package.topo", ""))
     assert main(["topo"]) == 1
     said = capsys.readouterr().err
