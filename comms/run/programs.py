@@ -176,26 +176,26 @@ class Programs:
             shares = part.shares[number] if part.shares else ()
             member = Member(transfer.members.index(self._rank), len(transfer.members), shares)
             if coded is not None:
-                steps = coded(shard, member)
+                requests = coded(shard, member)
             else:
                 assert compressor is not None
                 layout = part.layouts[number]
-                steps = (
+                requests = (
                     _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
                 )
             if shares:
-                steps = self._by_owners(steps, shares, part.phase.in_ring_order)
-            running.append((transfer.members, steps))
+                requests = self._by_owners(requests, shares, part.phase.in_ring_order)
+            running.append((transfer.members, requests))
         # Each round issues the next collectives of all shards, then waits for them in the next lane.
         sent_nbytes, rounds = 0.0, 0
         while True:
             works: list[Work] = []
-            for members, steps in running:
+            for members, requests in running:
                 if recorder is None:
-                    request = next(steps, None)
+                    request = next(requests, None)
                 else:
                     with recorder.span(f"lane {lane[0]}.{lane[1]}", f"codec {part.phase.compressor}"):
-                        request = next(steps, None)
+                        request = next(requests, None)
                 if request is None:
                     continue
                 collectives = (request,) if isinstance(request, Collective) else request
@@ -243,15 +243,15 @@ class Programs:
             return _with_sum_order(group).reduce_scatter(view, transfer.bounds, scale, RingOrder(shifted))
         return group.reduce_scatter(view, transfer.bounds, scale)
 
-    def _by_owners(self, steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
+    def _by_owners(self, requests: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
         """Splits each all_reduce of a compressor into a reduce_scatter to unequal owners and an all_gather.
 
         Args:
-            steps: The compressor's requests.
+            requests: The compressor's requests.
             shares: Weight of each member of the group: the larger, the larger the part that it sums and sends to all.
             as_ring: Whether sums keep the order of gloo's ring with equal parts.
         """
-        for request in steps:
+        for request in requests:
             collectives = (request,) if isinstance(request, Collective) else request
             sums = [each for each in collectives if each.op == ALL_REDUCE]
             if not sums:

@@ -67,12 +67,12 @@ class DevicePrograms(Programs):
         with self._stats.recorder.host_range(f"{transfer.op} among {len(transfer.members)} ranks"):
             return super().issue(flat, transfer, lane, scale, rings)
 
-    def _by_owners(self, steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
-        """Returns `steps` unchanged: no rank owns a part of a compressor's all-reduce, because NCCL sums by itself.
+    def _by_owners(self, requests: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
+        """Returns `requests` unchanged: no rank owns a part of a compressor's all-reduce, because NCCL sums by itself.
 
         On a CPU, `Programs._by_owners` divides the sum between owners. See docs/develop/cuda.md.
         """
-        return steps
+        return requests
 
     def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark, ended: Mark) -> None:
         assert self._stats.recorder is not None
