@@ -193,7 +193,7 @@ class Communicator:
         on_cuda = None if failure_policy is None else failure_policy.on_cuda
         self.executor = self._make_executor(f"gradwire {name}", cluster, on_cuda)
         self._ring = _ring(self.executor, store, rank, size, reporter) if failure_policy is None else None
-        self._held = _state_layouts(compressor, loaded=False)
+        self._state = _state_layouts(compressor, loaded=False)
         leave_to_parent(self)
 
     def _peer_info(self, server: ProbeServer, store_host: str | None, size: int) -> PeerInfo:
@@ -351,8 +351,8 @@ class Communicator:
             ValueError: A tensor is not flat, on another device, or does not fit its layout.
         """
         # Buckets of a dtype that the compressor takes keep their layout; all others are exact.
-        held, dtype, numel = self._held, all_reduce.parts[0].dtype, 0
-        layout = all_reduce.layout if held is not None and (held.dtypes is None or dtype in held.dtypes) else None
+        state, dtype, numel = self._state, all_reduce.parts[0].dtype, 0
+        layout = all_reduce.layout if state is not None and (state.dtypes is None or dtype in state.dtypes) else None
         for part in all_reduce.parts:
             _check(part, scale * after, self.device)
             numel += part.numel()
@@ -367,10 +367,10 @@ class Communicator:
         else:
             rank_plan = self.rank_plans.unlisted(numel, dtype)
         # Move compression state if the parameters of this bucket have moved since it was last reduced.
-        if layout is not None and held is not None and layout not in held.migrated and held.has_moved(layout):
-            if not held.as_saved:
+        if layout is not None and state is not None and layout not in state.migrated and state.has_moved(layout):
+            if not state.as_saved:
                 _share(self, layout, whole=not rank_plan.shares_ownership)
-            self.executor.migrate(layout, rank_plan, self.device, ask=held.asks)
+            self.executor.migrate(layout, rank_plan, self.device, ask=state.asks)
         self.executor.start(all_reduce, rank_plan, scale, flush, hold=hold, after=after)
 
     def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = "auto") -> None:
@@ -604,7 +604,7 @@ class Communicator:
         Args:
             as_saved: True if the state was saved with the placement that ranks have now; the same on all ranks.
         """
-        self._held = _state_layouts(self.compressor, loaded=True, as_saved=as_saved)
+        self._state = _state_layouts(self.compressor, loaded=True, as_saved=as_saved)
         # The boundaries of shards may be part of the compressor's state.
         self.rank_plans.clear()
 
