@@ -45,7 +45,8 @@ PATIENCE = timedelta(seconds=15)
 a second; the rest is for busy machines."""
 
 PROBE_AFTER = timedelta(seconds=2)
-"""Delay after a failure before ranks that have not reported are probed directly."""
+"""Delay after a failure before ranks that have not reported are probed directly, in addition to the time between two
+polls, within which a rank that lives learns of the failure."""
 
 STORE_PATIENCE = timedelta(seconds=5)
 """Timeout of each store request after a failure. On expiry, survivors probe each other directly."""
@@ -76,7 +77,10 @@ def poll_seconds(size: int) -> float:
 
 
 class CollectiveError(RuntimeError):
-    """Raised by every rank when a collective failed. `missing` holds the ranks that are gone, as far as known."""
+    """Raised by every rank when a collective failed. `missing` holds the ranks that are gone, as far as known.
+
+    Ranks that reach the store agree on these. The message is each rank's own: it names the phase and cause seen there.
+    """
 
     def __init__(self, message: str, missing: tuple[int, ...]) -> None:
         super().__init__(message)
