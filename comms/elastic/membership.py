@@ -1,8 +1,10 @@
 """Lets the ranks of a job agree, after a rank failure, on the members of the next generation.
 
 A *generation* is the time between two changes of the members. Its ranks are numbered from 0, and each store key that it
-uses contains its number. In each generation a ring of connections detects within a second that a process has exited
-(see `bootstrap.liveness`), even while the training thread computes.
+uses contains its number. The first failure ends it for all ranks. In each generation a ring of connections detects
+within a second that a process has exited (see `bootstrap.liveness`), even while the training thread computes. During a
+step a collective over a broken connection often fails sooner: the executor reports that to the same `Failures` (by
+`GenerationFailureReporter` of resilient_ops.py), which the ring's thread polls.
 
 Then the ring threads agree in two rounds through the store. Each rank that learns of the failure sets a key of its own.
 The leader, the first rank to claim that role, waits until every other rank has set its key or is known to be gone, and
