@@ -4,6 +4,12 @@ A *lane* is a pipeline stage with its own worker thread and communicators (see c
 it is first used, inside the ordered sequence of its lane, so all its members make it at the same point. Keys in the
 store contain lane and members, so no two transports share one. `Groups.connect` makes the transports of a full bucket
 in advance: the process that serves the store may have ended before the first bucket.
+
+A new transport is a module of this folder: a class with the methods of `Transport`, and of the other protocols below as
+far as it has something for them. Its name is added to `TRANSPORTS` of config.py, and it to `check_transport` and
+`Groups._make`; what is said of one transport alone compares `Config.transport_name`. Two places ask for classes:
+`disconnect` and `close` here, for gloo's, and exchange.py, for those that send messages of unequal sizes. A wait
+without a time limit has an entry in tests/comms/transport/test_waits.py.
 """
 
 import time
