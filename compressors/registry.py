@@ -1,4 +1,11 @@
-"""Compressors by name: the table, the strict check of options, and the registration of a user's own."""
+"""Compressors by name: the table, the strict check of options, and the registration of a user's own.
+
+What comes with gradwire has an entry in `_factories` and in `CODEC_FACTS` of comms/plan/codec_price.py, which orders
+compressors by distortion; one that fails or ends behind under some optimizers also in optim/fit.py. A block codec has
+kernels under the name `BlockFormat.family`, and an entry in tests/support/block_codecs.py, by which all sets of kernels
+are compared. tests/compressors/test_registry.py says what is missing; the laws of codecs and compressors take every
+entry by themselves.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -18,7 +18,8 @@ class BlockFormat(ABC):
     """
 
     family: ClassVar[str]
-    """Name of the kernels in csrc/cpu/kernels/codecs/block_format.cpp and in kernels/cuda/families.py."""
+    """Name of the kernels in csrc/cpu/kernels/codecs/block_format.cpp, and in the tables of kernels/cuda/families.py
+    (their grids) and kernels/cuda/load.py (their files)."""
     alone_from: ClassVar[float] = 0.0
     """Value from which the sum of a single payload without an addend starts; -0.0 keeps the signs of its zeros."""
 
