@@ -6,7 +6,7 @@ A listener is imported and created only if its option asks for it; `step_watch` 
 in the order of `ORDER`: several of them start collectives.
 
 `HookState` passes on all events of a step. `FsdpState` and `Outer` pass on `step_began` and `step_ended` alone, and
-commit the compressor's state themselves.
+commit the compressor's state themselves. A sharded model without `replicas` has no session, and so no listeners.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,8 +72,8 @@ class EndedStep:
     Attributes:
         number: Number of the step, from 1.
         buckets: The dense buckets, in the order of their arrival.
-        transfers: Layouts of the all-reduces, in order; empty if neither a compressor nor the mode of training needs
-            parameter names.
+        transfers: Layouts of the all-reduces, in order (not the `Transfer`s of a plan); empty if neither a compressor
+            nor the mode of training needs parameter names.
         report: Makes a report of the job so far.
         timed: Whether the times of buckets and phases were recorded.
         together: Whether all ranks took the step with this communicator. If not, none of them reports it to the others.
@@ -135,7 +135,9 @@ class StepListener:
         return False
 
     def step_began(self, steps: int) -> None:
-        """Called before the first bucket of a step is sent; nothing is in flight.
+        """Called before the first bucket of a step is sent; those of earlier steps are done, on CUDA issued.
+
+        An exchange of numbers that `observer` has started at the end of an earlier step may be in flight.
 
         Args:
             steps: Number of finished steps.
