@@ -82,7 +82,7 @@ ENDED_BY = {
     "a method of ours that has a deadline itself": """
         comms/autotune/cuts.py: self._communicator.connect
         comms/communicator.py: self.connect
-        comms/sharded/state.py: connection.connect
+        comms/sharded/state.py: session.connect
         comms/backend/work.py: self.wait
         comms/backend/work.py: work.wait
         comms/bootstrap/threads.py: each.get
