@@ -4,11 +4,24 @@ An uncaught exception ends a thread, and with it whatever only that thread does:
 handled. So every thread of gradwire is a `BackgroundThread`, which has one handler for every exception: it logs what
 the job continues without, and calls a function that turns the feature off and releases its resources.
 
-A rank that trains on CPUs has one for each lane of a communicator, one for the requests over each connection to a store
-(`gradwire store`), the probe server, and the stall watch of each session unless that is switched off. On CUDA it has no
-lanes, and a thread of the liveness ring; elastic training has the ring and its heartbeat on both. The others are for
-one call (connecting, probing, gathering), for a long path, or for what the user has switched on. All names begin with
-`gradwire`.
+All names begin with `gradwire`. A rank that trains on CPUs has the first four kinds; on CUDA it has `liveness` in place
+of lanes.
+
+| thread | begins with | ends with |
+|---|---|---|
+| `<communicator> lane <lane>` | the first job of a lane | `Executor.close`, after the jobs in flight |
+| `store`, one for each connection to a store | a request | `IDLE_SECONDS` of store.py without a request |
+| `probe server`, one for the process | the first communicator | the close of the last one |
+| `stall watch <rank>` | a session of several ranks, unless switched off | `Observer.close` |
+| `liveness <rank>` | a communicator on CUDA; each generation of elastic training | the first failure, or its close |
+| `heartbeat <rank>` | in elastic training alone, its `liveness` | that one |
+| `requests` | the end of rank 0's first step in elastic training with `extra_state` | `Requests.close` |
+| `streams`, one for each transport | the first large message over a long path | the end of the transport |
+| `<group>` of the backend, on one node | the group's first collective through shared memory | its `shutdown` |
+| `metrics` | `export_metrics(port=...)` | `Observer.close` |
+| `watch` | `gradwire.watch()` | the end of the process |
+
+All others are for one call, and end with it: connecting, probing, looking up names, gathering, aborting NCCL.
 
 A daemon thread that returns from C++ while Python is being finalized, from a store request or a tensor operation, never
 gets the GIL: before 3.14 Python ends such a thread by unwinding its stack. pybind11 and nanobind take the GIL back in
