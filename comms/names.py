@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from gradwire.comms.bootstrap.compat import GradBucket
-from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.base import Layout, Slice, plain_name
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 """Modules from which DDP expects sparse gradients, if their `sparse` is true."""
@@ -32,7 +32,7 @@ class ParameterNames:
         """(id of each parameter of a bucket) -> layout, for all buckets seen so far."""
 
     def bind(self, model: nn.Module) -> None:
-        """Takes the parameter names of a model, without the `module.` that DDP puts in front.
+        """Takes the parameter names of a model, without what DDP and other wrappers put into them (`plain_name`).
 
         Args:
             model: The DDP model, or the module inside it.
@@ -46,7 +46,7 @@ class ParameterNames:
                 "bind it once"
             )
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        named = {id(parameter): name for name, parameter in inner.named_parameters()}
+        named = {id(parameter): plain_name(name) for name, parameter in inner.named_parameters()}
         if any(key not in named for key in self._names):
             raise ValueError(
                 "`model` does not have the parameters that this state has already reduced: bind the model "

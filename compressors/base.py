@@ -78,6 +78,22 @@ class Member:
     rate; empty for equal parts."""
 
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Attributes in which torch.compile and torch's checkpoint_wrapper (and offload_wrapper) keep the module they wrap."""
+
+
+def plain_name(name: str) -> str:
+    """Returns a parameter's name in the model without the parts that wrappers put into it.
+
+    With them a run that compiles its model, or recomputes activations, would match no pattern of one that does not, and
+    could not load its state.
+
+    Args:
+        name: Name from `named_parameters()`: `0._checkpoint_wrapped_module._orig_mod.weight` is `0.weight`.
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """A run of one parameter inside a flat tensor."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from gradwire.compressors.base import Slice
+from gradwire.compressors.base import Slice, plain_name
 from gradwire.compressors.callers import warn
 
 
@@ -31,7 +31,7 @@ class Rule:
     def matches_parameter(self, name: str, shape: Sequence[int]) -> bool:
         """Returns whether the rule applies to a parameter of this name and whole shape."""
         return (
-            fnmatchcase(name, self.pattern)
+            fnmatchcase(name, plain_name(self.pattern))
             and (self.max_dim is None or len(shape) <= self.max_dim)
             and (self.max_numel is None or math.prod(shape) <= self.max_numel)
         )

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.attach import unwrap
 from gradwire.comms.bootstrap.agree import Agreement
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
 from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.outer.fragments import OuterSettings
 from gradwire.comms.outer.workers import model_inside
+from gradwire.compressors.base import plain_name
 
 PACKED_NBYTES = 2**25
 """Largest broadcast in bytes of tensors that are not trained."""
@@ -45,9 +45,9 @@ def facts_of(
     for name, each in inner.named_parameters():
         how = "trained" if id(each) in wanted else "not trained"
         sharded = ", sharded" if isinstance(each, DTensor) else ""
-        facts[name.replace(COMPILED_INSIDE + ".", "")] = f"{tuple(each.shape)} {each.dtype} {how}{sharded}"
+        facts[plain_name(name)] = f"{tuple(each.shape)} {each.dtype} {how}{sharded}"
     for name, buffer in inner.named_buffers():
-        facts[name.replace(COMPILED_INSIDE + ".", "")] = f"{tuple(buffer.shape)} {buffer.dtype}, a buffer"
+        facts[plain_name(name)] = f"{tuple(buffer.shape)} {buffer.dtype}, a buffer"
     return facts
 
 

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from gradwire.comms.attach import unwrap
 from gradwire.comms.bootstrap.agree import Agreement
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
 from gradwire.comms.boundary.messages import MessageType, Rank
 from gradwire.comms.outer.options import EXACT, NONE
+from gradwire.compressors.base import plain_name
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster
 
 _SHARDS: MessageType[tuple[str, tuple[int, ...]]] = MessageType(tuple[str, tuple[Rank, ...]], most_nbytes=1 << 26)
@@ -50,9 +50,7 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> lis
             parameter is not floating-point.
     """
     wanted = {id(each) for optimizer in optimizers for part in optimizer.param_groups for each in part["params"]}
-    trained = [
-        (name.replace(COMPILED_INSIDE + ".", ""), each) for name, each in model.named_parameters() if id(each) in wanted
-    ]
+    trained = [(plain_name(name), each) for name, each in model.named_parameters() if id(each) in wanted]
     if not trained:
         raise ValueError("`optimizer` trains no parameter of `model`: make it of model.parameters()")
     if len(trained) < len(wanted):

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
 from gradwire.comms.sharded.param_groups import ShardedParameter, ShardedParamGroup
-from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.base import Layout, Slice, plain_name
 from gradwire.compressors.rules import Rule, first_match
 
 PADDING = "#padding"
@@ -61,7 +60,7 @@ class ShardNames:
                     raise ValueError(
                         "`model` lacks a parameter that fully_shard took over: give the module that all of them are in"
                     )
-                name = names[id(one.sharded)].replace(COMPILED_INSIDE + ".", "")
+                name = plain_name(names[id(one.sharded)])
                 self.shards[id(one)] = NamedShard(name, one.shape, one.shard_shape, one.padded_numel)
 
     def of(self, parameters: Sequence[ShardedParameter]) -> list[NamedShard]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gradwire.compressors.base import plain_name
 from gradwire.compressors.optim.fit import CompressorUse, check_groups
 from gradwire.compressors.registry import Option
 from gradwire.compressors.rules import Rule, first_match, rules_from
@@ -158,6 +159,6 @@ def _uses(model: HasParameters, main: CompressorUse, rules: tuple[Rule, ...]) ->
         if rule.compressor != "none"
     }
     return {
-        id(parameter): others.get(id(first_match(rules, name, parameter.shape)), main)
+        id(parameter): others.get(id(first_match(rules, plain_name(name), parameter.shape)), main)
         for name, parameter in inner.named_parameters()
     }
