@@ -130,7 +130,7 @@ class NodeCollectives:
         Args:
             output: Any shape; part r of the sum goes to rank r.
             source: size * output.numel() elements of the dtype of `output`: a part for each rank, end to end. As before
-                when the future is done, except for this rank's part if `output` is that very memory.
+                when the future is done, except where `output` overlaps it.
             scale: Factor on every rank's contribution; 1 for integers.
         """
         output, source, numel = output.detach(), source.detach(), output.numel()
@@ -144,8 +144,9 @@ class NodeCollectives:
                 return
             kept = own.clone()  # the sum is made in place, in this slice alone
             group.reduce_scatter(flat, bounds, scale)
-            output.copy_(own.view(output.shape))
+            total = own.clone()  # `output` may overlap what is restored
             own.copy_(kept)
+            output.copy_(total.view(output.shape))
 
         return self._submit(run, [output])
 

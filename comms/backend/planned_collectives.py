@@ -116,9 +116,9 @@ class PlannedCollectives:
         bits in every run.
 
         Args:
-            output: Any shape; the future's value is [output]. May be this rank's piece of `source`.
+            output: Any shape; the future's value is [output]. May overlap `source`.
             source: size * output.numel() elements of a dtype in `planned.SUMMED`. Used as working memory until the
-                future is done, then as it was, but for this rank's piece if `output` is that.
+                future is done, then as it was, except where `output` overlaps it.
             scale: Factor on every rank's contribution; 1 for integers.
             keep: False leaves intermediate sums in `source`, and so saves a copy of what is overwritten.
 
@@ -199,16 +199,12 @@ class PlannedCollectives:
             runs = [flat[start:stop] for start, stop in plan.own_runs(self._rank)] if keep else []
             kept = [run.clone() for run in runs]
         own = flat[self._rank * numel : (self._rank + 1) * numel]
-        in_place = keep and is_plain(output) and output.data_ptr() == own.data_ptr()
 
         def finish() -> list[Tensor]:
-            total = own.clone() if in_place else own
-            if not in_place:
-                overwrite(output, own.view(output.shape))
+            total = own.clone() if keep else own  # `output` may overlap what is restored
             for run, was in zip(runs, kept, strict=True):
                 run.copy_(was)
-            if in_place:
-                own.copy_(total)
+            overwrite(output, total.view(output.shape))
             return [output]
 
         return finished(self._run(REDUCE_SCATTER, flat, numel, scale), finish)

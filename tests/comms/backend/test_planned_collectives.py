@@ -125,6 +125,11 @@ def test_large_tensors_strided_inference_in_place_and_listed(nodes: str) -> None
         expected = whole.clone()
         expected[rank * numel : (rank + 1) * numel] = own_total * 0.5
         assert torch.equal(source, expected)
+        for start in (0, 1, (size - 1) * numel):  # into any part of the input, also across two
+            source, expected = whole.clone(), whole.clone()
+            collectives.reduce_scatter(source[start : start + numel], source).wait()
+            expected[start : start + numel] = own_total
+            assert torch.equal(source, expected)
         # strided, and of several dimensions
         spread = torch.zeros(2 * size, numel).t()[:, ::2]
         collectives.all_gather(spread, mine.view(-1, 2).t().contiguous().t()).wait()

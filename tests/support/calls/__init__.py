@@ -216,6 +216,14 @@ def misfits(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Made]]:
     yield made("coalesced none", dist.all_reduce_coalesced, [])
 
 
+def overlapping(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Made]]:
+    """Sums that are written into the input: in this rank's part, in another's, or across two."""
+    for name, start in (("own part", rank * LARGE), ("first part", 0), ("last part", LARGE), ("two parts", 1)):
+        whole = tensor(dtype, "large", rank, SIZE)
+        issue = partial(dist.reduce_scatter_single, whole[start : start + LARGE], whole, async_op=True)
+        yield f"reduce_scatter_single into {name}", (issue, [whole])
+
+
 def lists(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Made]]:
     """Calls with lists that are nested, empty, or of unlike tensors."""
 
@@ -282,7 +290,7 @@ def cases(rank: int, *, packed: bool) -> Iterator[tuple[str, Made]]:
                     lies = given(layout) if rank == 0 else layout + PACKED
                     yield f"{both.__name__} {dtype} {layout} on one rank", both(dtype, lies, OPS["SUM"], rank)
     for dtype in (torch.float32, torch.int16):
-        for name, made in (*misfits(rank, dtype), *lists(rank, dtype)):
+        for name, made in (*misfits(rank, dtype), *overlapping(rank, dtype), *lists(rank, dtype)):
             yield f"{name} {dtype}", made
 
 
