@@ -66,13 +66,17 @@ class Packing:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor is contiguous, and no lazy conjugate or negative of its memory."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    """Returns whether a tensor is contiguous, and no lazy conjugate or negative of its memory.
+
+    A last dimension of one element and another stride is not: torch calls it contiguous, and refuses its view as bytes.
+    """
+    row = tensor.stride()[-1:] in ((), (1,))
+    return row and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def plain(tensor: Tensor) -> Tensor:
     """Returns the tensor itself if `is_plain`, else a contiguous copy."""
-    return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor if is_plain(tensor) else tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def overwrite(tensor: Tensor, value: Tensor) -> None:

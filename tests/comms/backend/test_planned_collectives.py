@@ -143,6 +143,9 @@ def test_large_tensors_strided_inference_in_place_and_listed(nodes: str) -> None
         columns = torch.full((2, numel // 2), float(rank)).t()
         collectives.broadcast(columns, root).wait()
         assert (columns == root).all()
+        one = torch.full((1, 2), float(rank))[:, 0]  # contiguous to torch, which does not view it as bytes
+        collectives.broadcast(one, root).wait()
+        assert one.item() == root
         # made in inference mode
         with torch.inference_mode():
             inferred = torch.empty(size * numel)
