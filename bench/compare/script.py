@@ -132,8 +132,7 @@ class ConfigurationRun:
             steps: Number of steps that all ranks have made.
         """
         made = f"it made {steps} steps on all ranks, {WARM_UP_STEPS + 2} are needed; "
-        ranks = {*self.other, *self.failures}
-        if not ranks:
+        if not (ranks := {*self.other, *self.failures}):
             return made + "it printed nothing"
         late = (math.inf, 0)
         rank = min(ranks, key=lambda each: (self.failures.get(each, late), len(self.records.get(each, ()))))
@@ -179,8 +178,7 @@ def run_emulated(options: argparse.Namespace, nodes: list[int], runs: "_Runs") -
     with EmulatedCluster(nodes, options.nic) as cluster:
         for name, hook in runs.configurations.items():
             runs.begin(name)
-            command = _command(options, name, cluster.interfaces[0])
-            variables = _variables(hook)
+            command, variables = _command(options, name, cluster.interfaces[0]), _variables(hook)
             done = cluster.run(
                 command, order=options.order, grace_seconds=5.0, environment=variables, on_line=runs.take
             )
@@ -345,8 +343,7 @@ def what_to_write(results: Sequence[ConfigurationResult], configurations: Mappin
         return (
             "No configuration was clearly faster than plain DDP: change nothing, or measure again with more --rounds."
         )
-    most = max(faster.values())
-    close = [name for name, saved in faster.items() if saved >= MOST_OF_IT * most]
+    close = [name for name, saved in faster.items() if saved >= MOST_OF_IT * max(faster.values())]
     name = min(close, key=lambda one: distortion_of(configurations[one] or one.split()[1]))
     hook = configurations[name]
     if not hook:
@@ -401,6 +398,8 @@ def compare_script(options: argparse.Namespace, argv: list[str], start: Start | 
     except EndedBySignal:
         if speaker:
             complain("compare", f"stopped in {runs.found[-1].name if runs.found else 'the start'}")
+            if len(runs.found) > 1 and runs.found[-1].result(sum(nodes), counted).seconds is None:
+                del runs.found[-1]  # it was stopped: whether it runs is not known
             if runs.found and runs.found[0].result(sum(nodes), counted).seconds is not None:
                 _show(options, argv, runs, where, nodes, counted)
         raise
@@ -422,6 +421,11 @@ def _show(
         return
     console = CleanConsole(highlight=False, markup=False)
     foreign = {run.name: hook for run in runs.found if (hook := run.unexpected_hook()) is not None}
+    for run in runs.found:
+        made = min((len(own) for own in run.records.values()), default=0) - WARM_UP_STEPS
+        if 2 <= made < options.rounds:
+            status = "".join(f"; rank {rank} failed with status {end[1]}" for rank, end in run.failures.items())
+            console.print(f"{run.name} ended after {made} of {options.rounds} timed steps{status}")
     for name, hook in foreign.items():
         console.print(f"{name}: the script registers a hook itself, {hook}, which ran in its place")
     console.print("loss: mean over all ranks and the last quarter of the steps, of what backward() is called on")
@@ -471,8 +475,7 @@ def main(argv: list[str]) -> int:
                 check_outputs(options)
             compare_script(options, argv, start)
     except (ValueError, RuntimeError) as error:
-        bad_flag = isinstance(error, ValueError)
         if speaks(variables):
             complain("compare", error)
-        return BAD_FLAG if bad_flag else 1
+        return BAD_FLAG if isinstance(error, ValueError) else 1
     return 0

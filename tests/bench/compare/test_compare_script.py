@@ -203,6 +203,37 @@ def test_a_stop_shows_what_was_measured(
     assert "torch fp16 hook" in caught.out and "2.000" in caught.out
 
 
+def test_a_setting_in_which_the_user_stopped_is_not_said_to_fail(
+    capsys: pytest.CaptureFixture[str], on_replaced_nodes: Callable[..., list[str]]
+) -> None:
+    def stopped(options: argparse.Namespace, nodes: list[int], runs: _Runs) -> None:
+        runs.begin(PLAIN)
+        runs.found[-1] = run_of(PLAIN, records([2.0] * 20), records([2.0] * 20))
+        runs.begin("gradwire int8")
+        raise EndedBySignal(130)
+
+    with pytest.raises(EndedBySignal):
+        main(on_replaced_nodes(nodes=2, run_emulated=stopped))
+    caught = capsys.readouterr()
+    assert "stopped in gradwire int8" in caught.err
+    assert "2.000" in caught.out and "does not run" not in caught.out and "ended after" not in caught.out
+
+
+def test_a_script_that_ends_before_the_last_timed_step_is_named_with_its_status(
+    capsys: pytest.CaptureFixture[str], on_replaced_nodes: Callable[..., list[str]]
+) -> None:
+    def run(options: argparse.Namespace, nodes: list[int], runs: _Runs) -> None:
+        for name in (PLAIN, "gradwire int8"):
+            runs.begin(name)
+            runs.found[-1] = run_of(name, records([2.0] * 3))
+        runs.found[-1].failures[0] = 0.0, 5
+
+    assert main(on_replaced_nodes(run_emulated=run)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "plain DDP ended after 3 of 20 timed steps gradwire int8" in shown
+    assert "gradwire int8 ended after 3 of 20 timed steps; rank 0 failed with status 5" in shown
+
+
 def test_no_advice_is_given_where_the_scripts_own_hook_ran(
     capsys: pytest.CaptureFixture[str], on_replaced_nodes: Callable[..., list[str]]
 ) -> None:
