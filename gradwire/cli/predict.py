@@ -42,6 +42,8 @@ MOST_RANKS = 2**17
 """Planning for more takes minutes."""
 MOST_MEGABYTES = 1e8
 """25 * 10^12 parameters."""
+MOST_BUCKETS = 10**5
+"""The time of each is predicted under every plan with every compressor."""
 GRADIENT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dtype of the gradients that DDP reduces -> bytes of an element."""
 BOUNDS = {
@@ -77,24 +79,21 @@ class Question:
 
     def cluster(self, nodes: int) -> Cluster:
         """Returns the cluster of the first `nodes` nodes."""
+        inside, trip = self.options.intra_node, self.options.rtt
         return cluster_of_nodes(
             self.machine,
             nodes,
             ranks=self.options.ranks_per_node,
             rates=self._rates(),
             nics_per_node=self.options.nics_per_node,
-            intra_bits_per_second=self._rate("intra_node"),
-            round_trip_seconds=_round_trip(self.options),
+            intra_bits_per_second=None if inside is None else parse_rate(inside, "--intra-node"),
+            round_trip_seconds=0.0 if trip is None else parse_seconds(trip, "--rtt", MOST_ROUND_TRIP_SECONDS),
             loss=0.0 if self.options.loss is None else parse_loss(self.options.loss, "--loss"),
         )
 
     def _rates(self) -> list[int]:
         """Returns the NIC rates in bits per second: one for each node, one for all, or none."""
-        return [parse_rate(word, "--nic") for word in (self.options.nic or "").split(",") if word]
-
-    def _rate(self, option: str) -> int | None:
-        text = getattr(self.options, option)
-        return None if text is None else parse_rate(text, spelled(option))
+        return [] if self.options.nic is None else [parse_rate(word, "--nic") for word in self.options.nic.split(",")]
 
     def advice(self, cluster: Cluster) -> Advice:
         """Predicts every plan and compressor on a cluster.
@@ -259,6 +258,8 @@ def read_question(options: argparse.Namespace) -> Question:
     for name, (least, most) in BOUNDS.items():
         check_number(spelled(name), getattr(options, name), least, most)
     _check_nodes(options)
+    if options.markdown:
+        raise ValueError("`--markdown` is given without `--models`, whose table it prints; leave it out, or give both")
     check_number("--gradient-mb", options.gradient_mb, ELEMENT_NBYTES / 1e6, MOST_MEGABYTES)
     check_number("--parameters", options.parameters, 1, MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES)
     if options.loss is not None and options.rtt is None:
@@ -348,12 +349,6 @@ def forward_seconds(options: argparse.Namespace, backward_seconds: float) -> flo
     return backward_seconds * FORWARD_SHARE if options.forward_ms is None else options.forward_ms / 1e3
 
 
-def _round_trip(options: argparse.Namespace) -> float:
-    if options.rtt is None:
-        return 0.0
-    return parse_seconds(options.rtt, "--rtt", MOST_ROUND_TRIP_SECONDS)
-
-
 def question_about(model: PublicModel, machine: Machine, options: argparse.Namespace) -> Question:
     """Returns the question about a public model, with its assumed backward time unless `--backward-ms` is set.
 
@@ -383,6 +378,9 @@ def _workload(
     forward, cap = forward_seconds(options, backward_seconds), round(options.bucket_mb * 2**20)
     element = GRADIENT_NBYTES[options.gradient_dtype]
     sizes = () if layout is None else [element * (piece.stop - piece.start) for piece in layout.slices]
+    if (buckets := nbytes / cap) > MOST_BUCKETS:
+        least = math.ceil(nbytes / MOST_BUCKETS / 2**20)
+        raise ValueError(f"`--bucket-mb`: found {options.bucket_mb:g} ({buckets:.3g} buckets), wanted at least {least}")
     return Workload(
         gradient_nbytes=nbytes,
         backward_seconds=backward_seconds,
@@ -435,13 +433,13 @@ def main(argv: list[str]) -> int:
 
 def _answer_models(options: argparse.Namespace) -> None:
     """Prints the table of public models on fixed links and numbers of nodes."""
-    for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic), ("rtt", options.rtt),
+    for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic is not None), ("rtt", options.rtt),
                           ("loss", options.loss), ("nics-per-node", options.nics_per_node),
                           ("plot", options.plot), ("backward-ms", options.backward_ms),
                           ("forward-ms", options.forward_ms is not None),
                           ("gradient-dtype", options.gradient_dtype != "float32"),
                           ("ranks-per-node", len(options.ranks_per_node) > 1),
-                          ("accumulate", options.accumulate != 1)):  # fmt: skip
+                          ("accumulate", options.accumulate != 1), ("intra-node", options.intra_node)):  # fmt: skip
         if refused:
             raise ValueError(
                 f"`--{name}` is given with `--models`, which has its own; leave it out, or take `--model NAME`"
@@ -504,9 +502,10 @@ def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, in
     if model is None:
         nbytes = round((megabytes or 0.0) * 1e6)
         return square_layout(nbytes), nbytes
+    text = read_input("--model-json", model)
     try:
-        document = json.loads(read_input("model-json", model))
-    except (json.JSONDecodeError, RecursionError) as error:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`--model-json` {model} is no JSON: {error}") from None
     try:
         shapes = [_parameter(entry) for entry in _entries(document)]

@@ -142,8 +142,18 @@ def test_a_model_is_read(document: object, tmp_path: Path, capsys: pytest.Captur
         (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "2", "--nic", "fast"], "`--nic`"),
         (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`--nics-per-node`: found 0"),
         (["--preset", "dgx_a100", "--gradient-mb", "1", "--intra-node", "quick"], "`--intra-node`"),
-        (["--preset", "dgx_a100", "--model-json", "/nonexistent.json"], "nonexistent"),
+        (
+            ["--preset", "dgx_a100", "--model-json", "/nonexistent.json"],
+            "`--model-json` /nonexistent.json: No such file",
+        ),
         (["--topology", "/nonexistent.xml", "--gradient-mb", "1"], "nonexistent"),
+        (["--gradient-mb", "100", "--bucket-mb", "1e-6"], "`--bucket-mb`: found 1e-06 (1e+08 buckets), wanted"),
+        (["--gradient-mb", "1", "--nodes", "2", "--nic", ""], "`--nic`: found '', wanted"),
+        (["--gradient-mb", "1", "--nodes", "2", "--nic", "10gbit,"], "`--nic`: found '', wanted"),
+        (["--gradient-mb", "1", "--nodes", "2", "--rtt", ""], "`--rtt`: found '', wanted"),
+        (["--models", "--nic", ""], "`--nic` is given with `--models`"),
+        (["--models", "--intra-node", "1gbit"], "`--intra-node` is given with `--models`"),
+        (["--gradient-mb", "1", "--markdown"], "`--markdown` is given without `--models`"),
     ],
 )
 def test_nonsense_is_refused_by_name(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +163,13 @@ def test_nonsense_is_refused_by_name(words: list[str], message: str, capsys: pyt
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["{", "5", "{}", '{"a": [2, -1]}', '{"a": "big"}', '[{"name": 5, "shape": [1]}]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "5", "{}", '{"a": [2, -1]}', '{"a": "big"}', '[{"name": 5, "shape": [1]}]',
+        pytest.param(f'{{"a": [{"9" * 5000}]}}', id="more digits than Python reads"),
+    ],
+)  # fmt: skip
 def test_a_broken_model_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "model.json"
     file.write_text(text)
