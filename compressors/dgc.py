@@ -33,6 +33,8 @@ WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 """Source: Lin et al., ICLR 2018, section 3.3: four epochs of rising sparsity before the final one."""
 INDEX_NBYTES = 4
 """Bytes of an index, an int32."""
+MOST_NUMEL = 2**31 - 1
+"""Elements of a shard whose places an int32 holds."""
 WINDOW = 1 << 16
 """Elements whose places in a shard differ only in the lower two bytes."""
 
@@ -110,7 +112,18 @@ class DGC(Stateful):
         return (group_size - 1) * count * (INDEX_NBYTES + self.value_dtype.itemsize)
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
-        """Adds the gradient to the totals, and replaces `shard` by the sum of the largest totals of all ranks."""
+        """Adds the gradient to the totals, and replaces `shard` by the sum of the largest totals of all ranks.
+
+        Raises:
+            ValueError: The shard has more elements than an index reaches; also in dense steps, so that no later step
+                is the first to raise.
+        """
+        if shard.numel() > MOST_NUMEL and group.size > 1 and self.density < 1.0:
+            raise ValueError(
+                f"compressor {self.name!r} got {shard.numel()} elements at once; wanted at most {MOST_NUMEL}, which an "
+                "int32 index reaches: set DDP's `bucket_cap_mb`, or the hook's `fusion`, below 8192 MiB, and give a "
+                'larger parameter another compressor, rules=[{"pattern": NAME, "compressor": "int8"}]'
+            )
         if shard.is_cuda:
             refuse_capture(self.name)
         check_gradient(shard)

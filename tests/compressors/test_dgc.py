@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.base import Layout, Member, Slice
 from gradwire.compressors.dgc import DGC, pack_places, places_nbytes, unpack_places
 from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import Option, make
@@ -157,3 +157,13 @@ def test_rounding_is_random_where_that_is_asked_for_and_nowhere_else(name: str, 
         return first
 
     assert averages(1).equal(averages(2)) is not stochastic
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 100])
+def test_more_elements_than_an_index_reaches_are_refused_in_the_first_step(warmup_steps: int) -> None:
+    """Two parameters, each of which fits: the second one's places in the shard do not."""
+    half = 2**30
+    layout = Layout((Slice("w", (half,), 0, 0, half), Slice("x", (half,), 0, half, half)))
+    shard = torch.empty(2 * half, device="meta")
+    with pytest.raises(ValueError, match=r"got 2147483648 elements at once; wanted at most 2147483647.*`bucket_cap_mb"):
+        next(iter(DGC(warmup_steps=warmup_steps).all_reduce(shard, layout, Member(0, 2))))
