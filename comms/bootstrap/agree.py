@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
 from typing import Literal, TypeVar, cast
@@ -167,6 +168,12 @@ class Agreement:
         pair = like[other], other
         texts = self.gather(text if self.rank in pair else "")
         first, second = (dict(_FACTS.read(texts[rank])) for rank in pair)
+        # Every rank raises now: rank 0, whose process may serve the store, stays until the others have read.
+        read = [f"consensus/{self._name}/{self._round}/read/{rank}" for rank in range(self.size)]
+        self._store.set(read[self.rank], "")
+        if self.rank == 0:
+            with suppress(RuntimeError):
+                self._store.wait(read, GRACE)
         one, another = (self._names[rank] for rank in pair)
         for name in [*first, *second]:
             here, there = first.get(name, "not there"), second.get(name, "not there")
