@@ -409,10 +409,9 @@ def main(argv: list[str]) -> int:
         with working("pricing every plan and compressor"):
             cluster = question.cluster(options.nodes)
             advice = question.advice(cluster)
-            gains = None
+            gains, hook = None, question.torch_hook(cluster)
             if options.nodes > 1 and question.workload.backward_seconds > 0:
-                gains = Gains.over_one_node(options.nodes, advice, question.advice(question.cluster(1)))
-            hook = question.torch_hook(cluster)
+                gains = Gains.over_one_node(options.nodes, advice, question.advice(question.cluster(1)), hook)
         answer = Answer(
             cluster, question.workload, advice, time.perf_counter() - began, gains, hook, question.assumed_compute
         )

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from gradwire.bench.plot.style import BASELINE, PEERS, load_pyplot, save, strip
 from gradwire.bench.prediction import exact_candidates
-from gradwire.comms.plan.advise import SAY_OPTIMIZER, Advice, Candidate, Workload
+from gradwire.comms.plan.advise import SAY_OPTIMIZER, WORTHWHILE, Advice, Candidate, Workload
 from gradwire.comms.plan.overlap import least_compute_seconds
 from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
@@ -21,6 +20,13 @@ Object = dict[str, object]
 
 RARELY_OR_ALONE = "one node alone, or gradwire.Outer, which exchanges every few steps"
 """Recommended first if one node alone is faster than every plan that sends gradients at each step."""
+TORCH_HOOK = "torch's own fp16 hook, without gradwire"
+"""Recommended first if it is faster than every setting of gradwire that could be recommended."""
+WRITE_TORCH_HOOK = "model.register_comm_hook(None, default_hooks.fp16_compress_hook)"
+"""`default_hooks` is torch.distributed.algorithms.ddp_comm_hooks.default_hooks."""
+
+BESIDES = {None: "recommended", RARELY_OR_ALONE: "with gradients at every step", TORCH_HOOK: "with gradwire"}
+"""What is recommended first -> how the settings of the hook are introduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +50,17 @@ class Gains:
     one: str = "one"
 
     @classmethod
-    def over_one_node(cls, nodes: int, advice: Advice, alone: Advice) -> "Gains":
+    def over_one_node(cls, nodes: int, advice: Advice, alone: Advice, torch_hook: Candidate | None) -> "Gains":
         """Computes the gains from predicted step times.
 
         Args:
             nodes: Number of nodes.
             advice: Predictions for all of them.
             alone: Predictions for one of them, which is taken with its best exact plan.
+            torch_hook: Prediction for torch's fp16 hook on all of them, or None.
         """
         one = min(candidate.step_seconds for candidate in exact_candidates(alone))
-        best = next(candidate for candidate in advice.candidates if _is_recommended(candidate, advice))
+        best = _recommended(advice, torch_hook, known=True)
         return cls(
             nodes=nodes,
             flat=nodes * one / advice.candidate("flat").step_seconds,
@@ -80,12 +87,8 @@ class Gains:
         return said + (": one node alone is faster" if self.one_is_faster else "") + "."
 
 
-Load = TypeVar("Load")
-Found = TypeVar("Found")
-
-
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[Load, Found]):
+class Answer:
     """Predictions for one cluster and workload.
 
     Attributes:
@@ -99,65 +102,61 @@ class Answer(Generic[Load, Found]):
     """
 
     cluster: Cluster
-    workload: Load
-    advice: Found
+    workload: Workload
+    advice: Advice
     planning_seconds: float
     gains: Gains | None
     torch_hook: Candidate | None = None
     assumed_compute: str = ""
 
-    def around(self, rest: Object) -> Object:
-        """Returns the answer as a dictionary for JSON.
-
-        Args:
-            rest: Further entries, which depend on the kind of training.
-        """
-        return {
-            "cluster": self.cluster.describe(),
-            "ranks": self.cluster.size,
-            **rest,
-            "against_one_node": None if self.gains is None else self.gains.as_json(),
-            "planning_seconds": self.planning_seconds,
-        }
+    @property
+    def first(self) -> str | None:
+        """Returns what is recommended before every setting of the hook; None if nothing is."""
+        if self.gains is not None and self.gains.one_is_faster:
+            return RARELY_OR_ALONE
+        best = _recommended(self.advice, self.torch_hook, known=self.workload.backward_seconds > 0)
+        return TORCH_HOOK if best is self.torch_hook else None
 
 
-def as_json(answer: Answer[Workload, Advice]) -> Object:
+def as_json(answer: Answer) -> Object:
     """Returns the advice as dictionaries that JSON can hold.
 
     Args:
         answer: The predictions.
     """
     cluster, workload, advice, gains = answer.cluster, answer.workload, answer.advice, answer.gains
-    return answer.around(
-        {
-            "links": {
-                level.name: {
-                    "alpha_seconds": level.link.alpha_seconds,
-                    "nics": level.link.nics,
-                    "bytes_per_second": level.link.bytes_per_second,
-                }
-                for level in cluster.levels
-            },
-            "gradient_nbytes": workload.gradient_nbytes,
-            "forward_seconds": workload.rest_seconds,
-            "backward_seconds": workload.backward_seconds,
-            "compute_assumed": answer.assumed_compute or None,
-            "accumulate": workload.accumulate,
-            "torch_fp16_hook": None if answer.torch_hook is None else _candidate(answer.torch_hook),
-            "plans": {candidate.name: _candidate(candidate) for candidate in advice.candidates},
-            "recommend": {
-                "plan": advice.recommend.plan,
-                "compressor": advice.recommend.compressor,
-                "why": advice.recommend.why,
-                "write": advice.recommend.write,
-                "dense_steps": dense_steps(advice.recommend.compressor),
-                "first": None if gains is None or not gains.one_is_faster else RARELY_OR_ALONE,
-            },
-        }
-    )
+    return {
+        "cluster": cluster.describe(),
+        "ranks": cluster.size,
+        "links": {
+            level.name: {
+                "alpha_seconds": level.link.alpha_seconds,
+                "nics": level.link.nics,
+                "bytes_per_second": level.link.bytes_per_second,
+            }
+            for level in cluster.levels
+        },
+        "gradient_nbytes": workload.gradient_nbytes,
+        "forward_seconds": workload.rest_seconds,
+        "backward_seconds": workload.backward_seconds,
+        "compute_assumed": answer.assumed_compute or None,
+        "accumulate": workload.accumulate,
+        "torch_fp16_hook": None if answer.torch_hook is None else _candidate(answer.torch_hook),
+        "plans": {candidate.name: _candidate(candidate) for candidate in advice.candidates},
+        "recommend": {
+            "plan": advice.recommend.plan,
+            "compressor": advice.recommend.compressor,
+            "why": advice.recommend.why,
+            "write": advice.recommend.write,
+            "dense_steps": dense_steps(advice.recommend.compressor),
+            "first": answer.first,
+        },
+        "against_one_node": None if gains is None else gains.as_json(),
+        "planning_seconds": answer.planning_seconds,
+    }
 
 
-def break_even(nodes: int, advice: Advice) -> str:
+def break_even(nodes: int, advice: Advice, torch_hook: Candidate | None) -> str:
     """Returns a sentence with the computing time of a step above which several nodes beat one; empty for one node.
 
     It is for questions without a computing time. Source: the model in `comms/plan/overlap.py`.
@@ -165,12 +164,12 @@ def break_even(nodes: int, advice: Advice) -> str:
     Args:
         nodes: Number of nodes.
         advice: Predictions for all nodes together.
+        torch_hook: Prediction for torch's fp16 hook, or None.
     """
     if nodes < 2:
         return ""
     flat = least_compute_seconds(nodes, advice.candidate("flat").seconds)
-    recommended = next(candidate for candidate in advice.candidates if _is_recommended(candidate, advice))
-    best = least_compute_seconds(nodes, recommended.seconds)
+    best = least_compute_seconds(nodes, _recommended(advice, torch_hook, known=False).seconds)
     said = f"{nodes} nodes beat one if a step on one node takes more than {ms(flat)} ms with plain DDP"
     return said + (f", {ms(best)} ms with what is recommended" if best < 0.99 * flat else "") + "."
 
@@ -195,9 +194,7 @@ def _candidate(one: Candidate) -> Object:
     }  # fmt: skip
 
 
-def as_table(
-    console: Console, answer: Answer[Workload, Advice], *, everything: bool = False, assumed: str = ""
-) -> None:
+def as_table(console: Console, answer: Answer, *, everything: bool = False, assumed: str = "") -> None:
     """Prints the advice: the gain of the nodes, the recommendation, then the rows that matter for it.
 
     Args:
@@ -209,20 +206,21 @@ def as_table(
     cluster, workload, advice, gains = answer.cluster, answer.workload, answer.advice, answer.gains
     # First the gain over one node, and what to use instead if there is none.
     chosen, known = advice.recommend, workload.backward_seconds > 0
-    first = str(gains) if gains is not None else break_even(len(cluster.nodes), advice)
-    if first:
-        console.print(f"{first} Predicted, not measured.\n", style="bold")
-    alone = gains is not None and gains.one_is_faster
-    if alone:
-        console.print(f"recommended: {RARELY_OR_ALONE}", style="bold")
+    gain = str(gains) if gains is not None else break_even(len(cluster.nodes), advice, answer.torch_hook)
+    if gain:
+        console.print(f"{gain} Predicted, not measured.\n", style="bold")
+    first, hook = answer.first, answer.torch_hook
+    if first is not None:
+        console.print(f"recommended: {first}", style="bold")
+    if first == RARELY_OR_ALONE:
         console.print("write: outer = gradwire.Outer(model, optimizer)", markup=False)
         console.print(f"Where it ends, and its settings: {page('how-to/slow_links.md')}\n", soft_wrap=True)
+    elif first is not None and hook is not None:
+        console.print(f"write: {WRITE_TORCH_HOOK}", markup=False, soft_wrap=True)
+        console.print(f"A step takes {ms(hook.step_seconds)} ms with it. It sums in fp16, without error feedback.\n")
     # The recommendation, how to write it, and why.
     choice = f"plan {chosen.plan}, compressor {chosen.compressor}"
-    console.print(
-        f"{'with gradients at every step' if alone else 'recommended'}: {choice}",
-        style="" if alone else "bold",
-    )
+    console.print(f"{BESIDES[first]}: {choice}", style="" if first else "bold")
     console.print(f"write: {advice.recommend.write}", markup=False)
     if dense := dense_steps(chosen.compressor):
         exact = ms(_best_exact(advice).step_seconds)
@@ -249,10 +247,9 @@ def as_table(
     adds = ["adds ms"] if known else []
     table = table_of("", "plan", "compressor", "step ms", "comm ms", f"{over} MB", *adds, "limit")
     shown = advice.candidates if everything else candidates_that_matter(advice, answer.torch_hook)
-    for candidate in sorted(
-        shown, key=lambda candidate: (not _is_recommended(candidate, advice), candidate.step_seconds)
-    ):
-        table.add_row(*_row(candidate, advice, known))
+    best = _recommended(advice, hook, known=known)
+    for candidate in sorted(shown, key=lambda candidate: (candidate is not best, candidate.step_seconds)):
+        table.add_row(*_row(candidate, best, known))
     console.print(table)
     legend = [
         "*: recommended",
@@ -316,6 +313,19 @@ def _best_exact(advice: Advice) -> Candidate:
     return min(exact_candidates(advice), key=lambda candidate: candidate.step_seconds)
 
 
+def _recommended(advice: Advice, torch_hook: Candidate | None, *, known: bool) -> Candidate:
+    """Returns the recommended candidate: torch's fp16 hook if gradwire's own is slower by more than `WORTHWHILE`.
+
+    Args:
+        advice: Predictions for gradwire.
+        torch_hook: Prediction for torch's fp16 hook, or None.
+        known: Whether the computing time is known. If not, communication may be hidden, and exact sums stay exact.
+    """
+    own = next(candidate for candidate in advice.candidates if _is_recommended(candidate, advice))
+    judged = torch_hook if known or own.compressor != "none" else None
+    return own if judged is None or judged.step_seconds * (1 + WORTHWHILE) >= own.step_seconds else judged
+
+
 def _is_recommended(candidate: Candidate, advice: Advice) -> bool:
     verdict = advice.recommend
     return (
@@ -325,10 +335,10 @@ def _is_recommended(candidate: Candidate, advice: Advice) -> bool:
     )
 
 
-def _row(candidate: Candidate, advice: Advice, known: bool) -> list[str]:
+def _row(candidate: Candidate, best: Candidate, known: bool) -> list[str]:
     hook = candidate.name == "torch fp16 hook"
     mark = (
-        "*" if _is_recommended(candidate, advice) and not hook
+        "*" if candidate is best
         else "!" if candidate.warning else " " if candidate.available or hook else "-"
     )  # fmt: skip
     return [
