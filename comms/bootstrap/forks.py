@@ -6,6 +6,8 @@ executed program inherits no descriptor from Python (PEP 446), but a fork has al
 """
 
 import os
+import signal
+import threading
 import weakref
 from typing import Protocol
 
@@ -42,12 +44,32 @@ def replace_descriptor(descriptor: int) -> None:
     os.close(nothing)
 
 
+_before = threading.local()
+
+
+def _hold_signals() -> None:
+    """Blocks signals in the thread that forks: in the child they would reach what is still the parent's.
+
+    A pool ends a worker by SIGTERM that may just begin. The handler in the child wrote to the pipe of the parent's
+    watch, which then ended the parent.
+    """
+    _before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _let_signals_go() -> None:
+    """Restores the signals that were blocked before the fork."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before.mask)
+
+
 def _in_child() -> None:
-    """Closes all registered connections, once, in a forked child."""
+    """Closes all registered connections, once, in a forked child, and then lets signals through."""
     global _all
-    for each in list(_all):
-        each.leave_to_parent()
-    _all = weakref.WeakSet()
+    try:
+        for each in list(_all):
+            each.leave_to_parent()
+    finally:
+        _all = weakref.WeakSet()
+        _let_signals_go()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_go, after_in_child=_in_child)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.comms.bootstrap import forks
 from gradwire.comms.watch import watch_store
 from support.processes import Processes
 
@@ -106,6 +107,33 @@ def with_a_pool(rank: int) -> list[int]:
 
 def test_the_end_of_a_forked_child_is_not_the_ranks(processes: Processes) -> None:
     assert processes(2, with_a_pool) == [[0, 2], [1, 2]]
+
+
+class ToldToEnd:
+    """Stands for a SIGTERM that comes as soon as the child is there, as from a pool that is through already."""
+
+    def leave_to_parent(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def with_a_child_that_just_begins(_: int) -> int:
+    """Ends a forked child before it has left anything to its parent."""
+    gradwire.watch()
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    time.sleep(1.0)  # the watch has begun
+    setattr(forks, "_all", [ToldToEnd(), *forks._all])  # noqa: B010 - of a module
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(LONGEST_SECONDS,))
+    child.start()
+    child.join()
+    time.sleep(1.0)  # the watch would have ended this rank
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    return child.exitcode or 0
+
+
+def test_the_end_of_a_child_that_just_begins_is_not_the_ranks(processes: Processes) -> None:
+    assert processes(2, with_a_child_that_just_begins) == [-signal.SIGTERM, -signal.SIGTERM]
 
 
 def with_a_child(_: int) -> tuple[int, bool]:
