@@ -505,11 +505,12 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         given = values | options
         if options.get("elastic") is True and isinstance(values.get("elastic"), str):
             given["elastic"] = values["elastic"]  # a joining process runs the same script; its variable names the job
-        if given.get("compressor") is None and options.get("compressor_options"):
-            raise ValueError(
-                f"`compressor_options` is {options['compressor_options']!r}, and no compressor is given; wanted "
-                "`compressor`, or GRADWIRE_COMPRESSOR, too: name the one whose options these are"
-            )
+        for each in ("compressor_options", "rules"):
+            if given.get("compressor") in (None, "none") and options.get(each):
+                raise ValueError(
+                    f"`{each}` is {options[each]!r}, and no compressor is given; wanted `compressor`, or "
+                    "GRADWIRE_COMPRESSOR, too: name the one that this is for. Exact sums take no options"
+                )
         if "compressor" in options and options["compressor"] is None and values.get("compressor") is not None:
             log.info("compressor=None: exact; GRADWIRE_COMPRESSOR=%s does not count here", values["compressor"])
         return cls(**given)  # type: ignore[arg-type]  # checked by name above, by value in __post_init__

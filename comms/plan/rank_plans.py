@@ -153,6 +153,7 @@ class RankPlans:
         self._fixed_order = config.fuses
         self._compressor = compressor
         self.planned: dict[BucketKey, RankPlan] = {}
+        self._has_warned = False
         self._unlisted: dict[tuple[int, torch.dtype], RankPlan] = {}
 
     @property
@@ -180,9 +181,24 @@ class RankPlans:
         if key in self.planned:
             return self.planned[key]
         choice = self.chooser.choose(numel * dtype.itemsize, layout)
+        if layout is not None and not any(phase.compressor for phase in choice.plan.phases):
+            self._warn_of_lost_momentum()
         self.planned[key] = rank_plan = self.along(numel, choice.plan, layout, choice.equal_shares)
         log.info("%d elements of %s: %s", numel, dtype, rank_plan.plan.describe(self.cluster.level_names))
         return rank_plan
+
+    def _warn_of_lost_momentum(self) -> None:
+        """Warns once, on rank 0, of a compressor with the optimizer's momentum: in an exact plan nothing applies it."""
+        assert self._compressor is not None
+        kept = [each.name for each in traits_of(self._compressor).every() if getattr(each, "momentum", 0.0)]
+        if self._rank == 0 and not self._has_warned and kept:
+            self._has_warned = True
+            log.warning(
+                "all ranks are on one node, where nothing is compressed, and so nothing applies the momentum of %s: "
+                "gradients are plain averages. To train here leave `compressor` out and set the momentum in the "
+                'optimizer, or compress inside the node, plan="flat"',
+                kept[0],
+            )
 
     def unlisted(self, numel: int, dtype: torch.dtype) -> RankPlan:
         """Returns this rank's part in the exact plan of a message that is no gradient; reports do not list it.

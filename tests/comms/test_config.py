@@ -267,9 +267,11 @@ def test_a_value_of_another_type_is_refused_by_name(name: str, value: object) ->
 
 def test_options_of_no_compressor_are_refused_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADWIRE_COMPRESSOR", raising=False)
-    for without in ({}, {"compressor": None}):
+    for without in ({}, {"compressor": None}, {"compressor": "none"}):
         with pytest.raises(ValueError, match=r"`compressor_options` is \{'rank': 2\}, and no compressor is given; "):
             Config.from_env(compressor_options={"rank": 2}, **without)
+        with pytest.raises(ValueError, match=r"`rules` is \[\{'pattern': '\*', .*, and no compressor is given; "):
+            Config.from_env(rules=[{"pattern": "*", "compressor": "int8"}], **without)
     assert Config.from_env(compressor_options={}).compressor is None
     monkeypatch.setenv("GRADWIRE_COMPRESSOR", "powersgd")
     assert Config.from_env(compressor_options={"rank": 2}).compressor == "powersgd"

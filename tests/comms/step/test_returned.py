@@ -1,6 +1,6 @@
 """Passes whose buckets hold what an earlier pass returned: refused if a compressor keeps a momentum, right otherwise.
 
-One rank, whose buckets are compressed all the same (plan="flat").
+One rank, for which the checks are those of ranks that compress (plan="flat").
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,8 @@ class Training:
         self.inner.forward = self._forward
         self.model = DistributedDataParallel(self.inner, **ddp)
         if hook is not None:
-            state = gradwire.HookState(self.model, plan="flat", rules=RULES, **hook)
+            rules = () if hook["compressor"] == "none" else RULES
+            state = gradwire.HookState(self.model, plan="flat", rules=rules, **hook)
             self.model.register_comm_hook(state, gradwire.comm_hook)
         self.parameters = list(self.inner.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.01)
@@ -252,6 +253,22 @@ def test_parameters_whose_own_compressor_keeps_no_momentum_may_add_up() -> None:
     model.register_comm_hook(state, gradwire.comm_hook)
     for _ in range(3):
         model(torch.ones(2, 16)).sum().backward()
+
+
+@pytest.mark.parametrize(("momentum", "warnings"), [(0.9, 1), (0.0, 0)])
+def test_a_momentum_that_nothing_applies_is_warned_of_once(
+    momentum: float, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On one node nothing is compressed: the compressor that has taken the momentum over never runs."""
+    model = DistributedDataParallel(nn.Linear(16, 16))
+    state = gradwire.HookState(model, compressor="dgc", compressor_options={"momentum": momentum})
+    model.register_comm_hook(state, gradwire.comm_hook)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 16)).sum().backward()
+    said = [record.getMessage() for record in caplog.records if "nothing applies the momentum" in record.getMessage()]
+    assert len(said) == warnings
+    assert all("the momentum of dgc: gradients are plain averages" in text for text in said)
 
 
 def test_the_hooks_on_parameters_end_with_what_follows_them() -> None:
