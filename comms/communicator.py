@@ -591,12 +591,8 @@ class Communicator:
 
         Begins with `exact` if no bucket of any size is compressed.
         """
-        nodes, chooser = self.cluster.nodes, self.rank_plans.chooser
-        # On GPUs of one node the planner decides by bucket size, so some bucket may be compressed.
-        weighs = self.config.plan_name == "auto" and chooser.library == "nccl"
-        idle = len(nodes) == 1 and self.config.plan_name != "flat" and not weighs
-        name = "exact" if idle else chooser.compressed_name()
-        return f"{name} {' '.join(','.join(map(str, node)) for node in nodes)}"
+        name = self.rank_plans.chooser.compressed_name() or "exact"
+        return f"{name} {' '.join(','.join(map(str, node)) for node in self.cluster.nodes)}"
 
     def state_loaded(self, *, as_saved: bool = True) -> None:
         """Records that the compressor's state was replaced; all ranks call it, between two steps.

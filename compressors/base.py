@@ -352,6 +352,14 @@ def traits_of(compressor: "Compressor") -> CompressorTraits:
     return compressor if isinstance(compressor, CompressorTraits) else _DefaultTraits(compressor)
 
 
+def keeps_momentum(compressor: "Compressor") -> bool:
+    """Returns whether a compressor keeps the optimizer's momentum (`take_momentum`), of some parameters at least.
+
+    Only what goes through the compressor gets that momentum: gradients that are averaged without it lack it.
+    """
+    return any(getattr(each, "momentum", 0.0) for each in traits_of(compressor).every())
+
+
 @runtime_checkable
 class Compressor(Protocol):
     """An approximate all-reduce over one group, with the state (residuals, momenta, factors) that it needs.

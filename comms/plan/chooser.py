@@ -8,7 +8,7 @@ from gradwire.comms.links.estimates import Links
 from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.plan import ALL_REDUCE, Plan
 from gradwire.comms.plan.planner import candidate_plans, plan_all_reduce, presumed, with_reason
-from gradwire.compressors.base import Compressor, Layout, traits_of
+from gradwire.compressors.base import Compressor, Layout, keeps_momentum, traits_of
 
 if TYPE_CHECKING:
     from gradwire.comms.plan.payloads import Payloads
@@ -179,12 +179,17 @@ class PlanChooser:
         )
 
     def compressed_name(self) -> str | None:
-        """Returns the name of the plan for compressed buckets; None if nothing is compressed."""
-        if self._compressor is None or self._links.cluster.size == 1:
+        """Returns the name of the plan for compressed buckets; None if no bucket of any size is compressed."""
+        if self._compressor is None:
             return None
-        if self._asked_for == "flat" or len(self._links.cluster.nodes) == 1:
+        if self._asked_for == "flat":
             return "flat"
-        return "leader" if self._asked_for == "leader" else "hierarchical"
+        if len(self._links.cluster.nodes) > 1:
+            return "leader" if self._asked_for == "leader" else "hierarchical"
+        # Inside one node of GPUs the predicted gain of each bucket size decides.
+        weighs = self._asked_for == "auto" and self.library == "nccl"
+        compresses = self._links.cluster.size > 1 and (weighs or keeps_momentum(self._compressor))
+        return "flat" if compresses else None
 
     def _compressed_plan(
         self, compressor: Compressor, payloads: "Payloads", nbytes: int, layout: Layout
@@ -199,8 +204,8 @@ class PlanChooser:
 
         Returns:
             The plan; None if the bucket is not compressed. On a single node that is so unless `flat` is asked for, or
-            the plan is `auto` over NCCL with known links and this compressor, no sum, is predicted to be
-            `COMPRESS_INSIDE_GAIN` times as fast.
+            the compressor keeps the optimizer's momentum, which exact averages would lack, or the plan is `auto` over
+            NCCL with known links and this compressor, no sum, is predicted to be `COMPRESS_INSIDE_GAIN` times as fast.
         """
         nodes, size, name = len(self._links.cluster.nodes), self._links.cluster.size, compressor.name
 
@@ -221,6 +226,8 @@ class PlanChooser:
         if nodes > 1:
             plan_name = "leader" if self._asked_for == "leader" else "hierarchical"
             return priced(plan_name, nodes, "and works on what crosses between nodes.")
+        if size > 1 and keeps_momentum(compressor):
+            return priced("flat", size, "and keeps the optimizer's momentum: it works between all ranks of this node.")
         if traits_of(compressor).is_sum:
             return None
         if (

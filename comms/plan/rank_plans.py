@@ -24,7 +24,7 @@ from gradwire.comms.plan.schedule import (
     executable,
     member_shares,
 )
-from gradwire.compressors.base import Compressor, Layout, traits_of
+from gradwire.compressors.base import Compressor, Layout, keeps_momentum, traits_of
 from gradwire.topology.cluster import Cluster, Level
 
 if TYPE_CHECKING:
@@ -188,16 +188,13 @@ class RankPlans:
         return rank_plan
 
     def _warn_of_lost_momentum(self) -> None:
-        """Warns once, on rank 0, of a compressor with the optimizer's momentum: in an exact plan nothing applies it."""
-        assert self._compressor is not None
-        kept = [each.name for each in traits_of(self._compressor).every() if getattr(each, "momentum", 0.0)]
-        if self._rank == 0 and not self._has_warned and kept:
+        """Warns once of a compressor with the optimizer's momentum in a job of one rank, where no plan has a phase."""
+        if not self._has_warned and self._compressor is not None and keeps_momentum(self._compressor):
             self._has_warned = True
             log.warning(
-                "all ranks are on one node, where nothing is compressed, and so nothing applies the momentum of %s: "
-                "gradients are plain averages. To train here leave `compressor` out and set the momentum in the "
-                'optimizer, or compress inside the node, plan="flat"',
-                kept[0],
+                "this job has one rank, so nothing is compressed and nothing applies the momentum of %s: leave "
+                "`compressor` out and set the momentum in the optimizer",
+                self._compressor.name,
             )
 
     def unlisted(self, numel: int, dtype: torch.dtype) -> RankPlan:

@@ -212,9 +212,10 @@ def follow_backward(
 
         listeners.add(order.USED_MAP, UsedMap(model, device, None if compression is None else unused))
     if compression is not None:
-        from gradwire.comms.step.returned import ReturnedGradients, keeps_momentum
+        from gradwire.comms.step.returned import ReturnedGradients
+        from gradwire.compressors.base import keeps_momentum
 
-        if keeps_momentum(compression):
+        if keeps_momentum(compression.compressor):
             from gradwire.comms.step.passes_per_step import PassesPerStep
 
             listeners.add(order.RETURNED, ReturnedGradients(compression))

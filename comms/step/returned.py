@@ -188,11 +188,6 @@ class ReturnedGradients(StepListener):
             self._found.append(parameter)
 
 
-def keeps_momentum(compression: "Compression") -> bool:
-    """Returns whether a compressor keeps the optimizer's momentum, for at least some parameters."""
-    return any(getattr(each, "momentum", 0.0) for each in traits_of(compression.compressor).every())
-
-
 def _remove(handles: "dict[int, RemovableHandle]") -> None:
     for handle in handles.values():
         handle.remove()
