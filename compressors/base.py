@@ -258,11 +258,6 @@ class CompressorTraits:
     two_stage = False
 
     @property
-    def keeps_residual(self) -> bool:
-        """True if the compression error of a payload is added to the next step's gradient (error feedback)."""
-        return True
-
-    @property
     def dtypes(self) -> Collection[torch.dtype] | None:
         """The dtypes of the buckets that go through it; None for all."""
         return None

@@ -223,11 +223,6 @@ class TwoStage(Stateful):
     """True if payloads are rounded by random numbers: each payload then has a codec of its own, see `random_codec`."""
 
     @property
-    def keeps_residual(self) -> bool:
-        """True if the compressor was made with `residual`."""
-        return self.residual
-
-    @property
     def has_owners(self) -> bool:
         """True: each rank owns a part of a shard, sums the payloads of that part, and sends the sum to all ranks."""
         return True

@@ -172,12 +172,6 @@ class Relay:
         """
         return cast(int, self._ask({"counts": True})["overrun"])
 
-    def cpu_seconds(self) -> float:
-        """Returns the seconds of processor time that the relay has used."""
-        # Source: proc_pid_stat(5), fields 14 and 15, in ticks of 1/100 s on every Linux machine (USER_HZ).
-        columns = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(columns[11]) + int(columns[12])) / 100
-
     def _ask(self, question: dict[str, object]) -> dict[str, object]:
         """Sends a request to the relay as a line of JSON, and returns its answer.
 

@@ -336,14 +336,12 @@ class StreamedPeer:
 
     Attributes:
         numbered: Messages that have been numbered.
-        taken_up: Number of the next message that the background thread has not received yet.
         outgoing: Messages with bytes to send, in order.
         incoming: Number -> message with bytes to receive.
     """
 
     def __init__(self) -> None:
         self.numbered = 0
-        self.taken_up = 0
         self.outgoing: deque[StreamedMessage] = deque()
         self.incoming: dict[int, StreamedMessage] = {}
 
@@ -597,7 +595,6 @@ class Streams:
                 message = self._submitted.popleft()
                 peer = self._peers[message.peer]
                 ranks.add(message.peer)
-                peer.taken_up = message.number + 1
                 if message.sent:
                     peer.outgoing.append(message)
                 if message.received:
