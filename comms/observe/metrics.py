@@ -70,7 +70,7 @@ class _Scrapes:
 
     @property
     def is_open(self) -> bool:
-        """True while it responds: False once it is closed, or its thread has failed."""
+        """Whether the server accepts requests: False after `close`, and after its thread has failed."""
         return not self._closed
 
     def close(self) -> None:
@@ -128,13 +128,14 @@ class Metrics:
     """Metrics of one rank, in a file, at a port, or both.
 
     The text is made at the end of a step, in the training thread, because a report is not consistent while buckets are
-    in flight. A scrape shows the last step, or one that is at most `every_seconds` old.
+    in flight. A scrape shows the text of the last export, which follows the step that ends `every_seconds` or more
+    after the export before.
 
     Thread safety: the methods are for the training thread; the server's thread reads the text, which is replaced as a
     whole.
 
     Args:
-        file: File that is replaced each time; None writes none.
+        file: File that is emptied now, and replaced at each export; None writes none.
         port: Port to serve on `address`; 0 chooses a free one, None serves none.
         address: Address of this host.
         every_seconds: Least time between two exports.
@@ -152,7 +153,13 @@ class Metrics:
         self.change(file, port, address, every_seconds)
 
     def change(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
-        """Adds a file or a port, or replaces the present one; None keeps it. The arguments are those of the class.
+        """Adds a file or a port, or replaces the present one; the interval is replaced in any case.
+
+        Args:
+            file: File that is emptied now, and replaced at each export in place of the present one; None keeps that.
+            port: Port to serve in place of the present one; 0 chooses a free one, None keeps the present one.
+            address: Address of this host for `port`; ignored without it.
+            every_seconds: Least time between two exports from now on; the next one comes at the end of the next step.
 
         Raises:
             OSError: The file cannot be written, or the port is in use. Nothing is changed.
@@ -162,33 +169,38 @@ class Metrics:
             raise ValueError(f"`port` is {port!r}; wanted a whole number from 1 to 65535, or 0 for a free one")
         if not 0 <= every_seconds < math.inf:
             raise ValueError(f"`every_seconds` is {every_seconds}; wanted a number of seconds, or 0 for each step")
+        # Open the port before the file is emptied: if one of the two fails, neither has changed.
+        server = self._server if port is None else self._server_at(port, address)
         if file is not None:
-            replace_text(file, "", lasting=False)
-        if port is not None:
-            self._serve(port, address)
-        if file is not None:
+            try:
+                replace_text(file, "", lasting=False)
+            except OSError:
+                if server is not None and server is not self._server:
+                    server.close()
+                raise
             self._file = file
+        if server is not self._server:
+            self.close()
+            self._server = server
         self._every_seconds, self._next = every_seconds, 0.0
 
-    def _serve(self, port: int, address: str) -> None:
-        """Opens a port in place of the present one, unless it is the same."""
-        if (
-            self.port is not None
-            and self._server is not None
-            and (self._server.address, self._server.port) == (address, port)
-        ):
-            return
-        opened = _Scrapes(port, address, lambda: self._text)
-        self.close()
-        self._server = opened
+    def _server_at(self, port: int, address: str) -> _Scrapes:
+        """Returns the present server if it is at this port and address, else a new one."""
+        if (present := self._server) and present.is_open and (present.address, present.port) == (address, port):
+            return present
+        return _Scrapes(port, address, lambda: self._text)
 
     @property
     def port(self) -> int | None:
-        """Port that is served; None without one."""
+        """Port that is served; None if there is none, or if its server has failed."""
         return None if self._server is None or not self._server.is_open else self._server.port
 
     def step_ended(self, report: Callable[[], Exported]) -> None:
-        """Exports a report if it is time; only then `report` is called."""
+        """Exports a report if the last export is `every_seconds` old, or if this is the first step since `change`.
+
+        Args:
+            report: Function that makes the report; called only then.
+        """
         now = time.monotonic()
         if now < self._next:
             return

@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import shutil
+import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -138,6 +139,26 @@ def test_a_second_call_adds_to_the_first(tmp_path: Path) -> None:
         assert moved != port and served(moved) == file.read_text() and "} 3" in file.read_text()
         with pytest.raises(OSError):
             served(port)
+
+    on_ranks("a", body)
+
+
+def test_a_call_that_is_refused_changes_neither_file_nor_port(tmp_path: Path) -> None:
+    file, other = tmp_path / "gradwire.prom", tmp_path / "other.prom"
+    other.write_text("of another job")
+
+    def body(steps: Steps) -> None:
+        port = steps.observer.export_metrics(file, 0, "127.0.0.1", 0.0)
+        steps.step()
+        with socket.create_server(("127.0.0.1", 0)) as busy, pytest.raises(OSError):
+            steps.observer.export_metrics(other, busy.getsockname()[1], "127.0.0.1", 0.0)
+        assert other.read_text() == "of another job" and "} 1" in file.read_text()
+        with pytest.raises(OSError):
+            steps.observer.export_metrics(tmp_path / "nowhere" / "x.prom", 0, "127.0.0.1", 0.0)
+        steps.step()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            assert answer.read().decode() == file.read_text()
+        assert "} 2" in file.read_text()
 
     on_ranks("a", body)
 
