@@ -178,7 +178,9 @@ class StateRun:
 
 
 def even_bounds(numel: int, parts: int, align: int = 1) -> tuple[int, ...]:
-    """Cuts `numel` elements into `parts` runs of nearly equal length at multiples of `align`.
+    """Cuts `numel` elements into `parts` runs at multiples of `align`, whose lengths differ by at most `align`.
+
+    With fewer than `parts` blocks of `align` elements some runs are empty.
 
     Returns:
         `parts + 1` ascending offsets from 0 to `numel`.
@@ -202,9 +204,10 @@ def weighted_bounds(numel: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def equal_bounds(numel: int, parts: int, align: int) -> tuple[int, ...]:
-    """Cuts `numel` elements into `parts` runs of equal length, a multiple of `align`; the last one takes the remainder.
+    """Cuts `numel` elements into `parts` runs of one length, a multiple of `align`; the last also takes the remainder.
 
-    NCCL's reduce_scatter and all_gather take equal slices: then one call moves all but the rest.
+    With fewer than `parts * align` elements that length is 0, and the last run has all elements. NCCL's reduce_scatter
+    and all_gather take equal slices: one call moves all slices without the remainder.
 
     Returns:
         `parts + 1` ascending offsets from 0 to `numel`.

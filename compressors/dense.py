@@ -45,7 +45,18 @@ class Dense(Stateful):
         return True
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """Cuts a bucket into shards of nearly equal length."""
+        """Cuts a bucket into `parts` shards, one for each rank: all of one length, and the remainder in the last one.
+
+        That length is `layout.numel // parts`, rounded down to a multiple of 16 elements (a cache line of float32).
+        With fewer than `16 * parts` elements it is 0: the last shard has the whole bucket and all others are empty.
+
+        Args:
+            layout: Parameters of the bucket; only its number of elements counts.
+            parts: Number of shards.
+
+        Returns:
+            `parts + 1` ascending offsets from 0 to `layout.numel`.
+        """
         return equal_bounds(layout.numel, parts, CACHE_LINE_NUMEL)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:

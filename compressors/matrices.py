@@ -40,7 +40,10 @@ def as_matrix(item: Slice, rank: int, min_compression_rate: float) -> MatrixSlic
 
 
 def cut_between(layout: Layout, parts: int, whole: Callable[[Slice], bool]) -> tuple[int, ...]:
-    """Cuts a bucket into runs, of which the longest is as short as possible, never inside a slice that must stay whole.
+    """Cuts a bucket into runs, never inside a slice that must stay whole, so that the longest run is short.
+
+    A run may begin and end at the bounds of slices, and inside a slice that may be divided at up to 63 evenly spaced
+    places. Of all cuts at these places the one with the shortest longest run is taken.
 
     Args:
         layout: Layout of the bucket.
@@ -52,7 +55,7 @@ def cut_between(layout: Layout, parts: int, whole: Callable[[Slice], bool]) -> t
     """
     edges = [0]
     for item in layout.slices:
-        if not whole(item):  # may be cut anywhere: 64 places are enough
+        if not whole(item):  # may be divided: into 64 parts is fine enough
             step = max(1, -(-item.numel // 64))
             edges += range(item.start + step, item.stop, step)
         edges.append(item.stop)
@@ -68,15 +71,17 @@ def cut_between(layout: Layout, parts: int, whole: Callable[[Slice], bool]) -> t
 
 
 def _greedy(edges: list[int], parts: int, longest: int) -> tuple[int, ...] | None:
-    """Fills one run after the other up to a length.
+    """Cuts a bucket from its start into runs of up to `longest` elements, each as long as the allowed cuts let it be.
 
     Args:
-        edges: Ascending offsets at which a cut is allowed, the first 0.
-        parts: Most runs.
-        longest: Most elements of a run.
+        edges: Ascending offsets at which a cut is allowed: the first is 0, the last the end of the bucket.
+        parts: Largest number of runs.
+        longest: Largest number of elements of a run.
 
     Returns:
-        The offsets of the cuts, with the first and the last edge; None if more than `parts` runs would be needed.
+        The offsets at which runs begin and end, from 0 to `edges[-1]`: at most `parts + 1`. None if that takes more
+        than `parts` runs, or if two neighbouring edges are more than `longest` elements apart, so that a run would be
+        too long.
     """
     bounds = [0]
     while bounds[-1] < edges[-1]:

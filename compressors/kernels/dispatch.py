@@ -97,10 +97,18 @@ class Kernels(Protocol):
     def powersgd_project_many(
         self, flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor
     ) -> None:
-        """Runs `powersgd_project` on every matrix of a shard."""
+        """Adds the residual to each matrix of a shard, in place, and writes its factor P = matrix Q: one call for all.
+
+        Args:
+            flat: 1-D float32, the shard; the residual is added to its matrices in place.
+            residual: 1-D float32, the compression error of earlier steps, as long as the shard; None for none.
+            matrices: Places of the matrices in the shard, and of their factors in `q` and `p`.
+            q: 1-D float32, the factors Q of all matrices, each transposed.
+            p: 1-D float32, overwritten with the factors P of all matrices, each transposed.
+        """
 
     def powersgd_back_project_many(self, flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
-        """Runs `powersgd_back_project` on every matrix of a shard."""
+        """Writes the factor Q = matrix^T P of each matrix of a shard to `q`; shapes as in `powersgd_project_many`."""
 
     def powersgd_restore_many(
         self,
@@ -111,10 +119,28 @@ class Kernels(Protocol):
         q_own: Tensor,
         q_sum: Tensor,
     ) -> None:
-        """Runs `powersgd_restore` on every matrix of a shard."""
+        """Replaces each matrix of a shard by its approximation P Q_sum^T, in place; see `powersgd_restore`.
+
+        Args:
+            flat: 1-D float32, the shard; its matrices are replaced.
+            new_residual: 1-D float32, as long as the shard; overwritten with the compression error where a matrix is.
+                None discards it.
+            matrices: Places of the matrices in the shard, and of their factors.
+            p: 1-D float32, the orthonormal factors P of all matrices, each transposed.
+            q_own: 1-D float32, this rank's factors Q, each transposed.
+            q_sum: 1-D float32, their sums over the ranks, each transposed.
+        """
 
     def orthogonalize_many(self, matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
-        """Makes the rows of each matrix orthonormal, in place; random rows replace dependent ones."""
+        """Makes the rows of each matrix orthonormal, in place; a zero or dependent row is replaced by random numbers.
+
+        A row with inf or NaN becomes NaN.
+
+        Args:
+            matrices: Contiguous float32 matrices on one device, each of shape (rank, n) with rank <= n; replaced.
+            keys: One number of 32 bits for each matrix, the same on all ranks: it alone decides the random numbers, so
+                all ranks replace a row by the same ones.
+        """
 
 
 class _KernelsByDevice(dict[str, Kernels]):

@@ -17,7 +17,10 @@ from gradwire.compressors.rules import Rule, first_match, rules_from
 
 
 class HasParameters(Protocol):
-    """A model, or an object that stands for one; it must allow weak references."""
+    """An object with torch's `named_parameters`, such as a module: names the parameters to optimizer checks and rules.
+
+    Only a weak reference to it is kept, so its class must allow these.
+    """
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         """Yields (name, parameter); rules match these names."""

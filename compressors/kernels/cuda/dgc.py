@@ -26,14 +26,20 @@ _MOST_NUMEL = 2**31 - 1
 
 
 def _sample_rank(numel: int, k: int) -> tuple[int, int]:
-    """Returns how to estimate the k-th largest magnitude of `numel` elements from a sample.
+    """Returns how to estimate the k-th largest magnitude of `numel` elements from a sample of them.
 
-    The rank is four standard deviations above the one expected for k, so that a few more than k elements reach the
-    threshold.
+    The sample has up to 1024 lines of 16 elements. Of its magnitudes, `expected = k * sample / numel` are expected
+    among the k largest. The rank is `floor(expected + 4 * sqrt(expected) + 8) + 1`: so far below the expected one that
+    mostly a few more than k elements reach the threshold, and hardly ever fewer.
+
+    Args:
+        numel: Number of elements.
+        k: Number of elements to select.
 
     Returns:
-        Number of lines of 16 elements to sample, and the rank of the threshold among the sample's magnitudes, from 1
-        (the largest); a rank of 0 takes no threshold.
+        (Lines to sample; rank of the threshold among the sample's magnitudes in descending order, from 1). The rank is
+        0, and no threshold is taken, if it would be larger than the sample, or if there are fewer than 16 elements to
+        sample.
     """
     lines = min(_SAMPLE_LINES, numel // _LINE)
     if not lines:
@@ -95,8 +101,16 @@ def _check_step(
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
     """Updates DGC's momentum and total of one parameter, and moves its k largest totals into `values`.
 
+    Args:
+        gradient: (n) float32 on a CUDA device.
+        state: Momentum and total, each (n) float32; its `_out` tensors are overwritten.
+        rule: Factor of the momentum, and the scale of the gradient.
+        indices: (k) int32, 1 <= k <= n, overwritten with the places of the selected elements, ascending.
+        values: (k) float32, overwritten with the totals there.
+
     Raises:
-        ValueError: A tensor has another device, dtype or numel, or there are more `indices` than elements.
+        ValueError: A tensor has another device, dtype or numel, there are more `indices` than elements or none, or more
+            than 2**31 - 1 elements.
     """
     run = DgcRun(0, gradient.numel(), indices.numel())
     dgc_step_many(gradient, state, rule, None, [run], indices, values)
@@ -111,11 +125,24 @@ def dgc_step_many(
     indices: Tensor,
     values: Tensor,
 ) -> None:
-    """Runs `dgc_step` on all parameters of a shard: seven launches in all, and no wait for the device.
+    """Updates DGC's momentum and total of each parameter of a shard, and moves its k largest totals into `values`.
+
+    Seven kernels are launched for all parameters together, on the current stream; the host does not wait for the
+    device.
+
+    Args:
+        gradient: (n) float32 on a CUDA device, the shard.
+        state: Momentum and total of the shard, each (n) float32; its `_out` tensors are overwritten.
+        rule: Factor of the momentum, and the scale of all gradients.
+        scales: (number of runs) float32 on the same device, a scale for each parameter in place of the rule's; None for
+            none.
+        runs: Place of each parameter in the shard and its k, in ascending order of places.
+        indices: (sum of all k) int32, overwritten with the places in the shard of the selected elements, ascending.
+        values: (sum of all k) float32, overwritten with the totals there.
 
     Raises:
-        ValueError: A tensor has another device, dtype or numel, a run is outside the gradient, or its count is out of
-            range.
+        ValueError: A tensor has another device, dtype or numel, a run is outside the gradient, its k is not between 1
+            and its number of elements, or the gradient has more than 2**31 - 1 elements.
     """
     if not runs:
         return
