@@ -52,11 +52,13 @@ def p4d() -> Machine:
 
 
 def dgx_h100(name: str = "NVIDIA H100 80GB HBM3", capability: int = 90) -> Machine:
-    """Returns a DGX H100: 8 H100, 4 NVSwitches, a 400 Gb/s NIC next to each GPU and 2 for storage.
+    """Returns a DGX H100, or another machine of that shape: 8 GPUs, a 400 Gb/s NIC next to each and 2 for storage.
 
     Args:
-        name: Name of the GPUs. A DGX B200 has as many, each with 18 NVLinks to its switches too, and as many NICs.
-        capability: Their compute capability times ten.
+        name: Name of the GPUs.
+        capability: Compute capability of the GPUs times ten; it also decides the NVLinks, 18 for each GPU, and the
+            hostname. 90 gives 4 NVSwitches with 5, 4, 4 and 5 links from each GPU, and the hostname `dgx_h100`. Any
+            other number gives 2 NVSwitches with 9 links each, and the hostname `dgx_b200` (`dgx_a100` for 80).
     """
     switches, gpus, nics = [], [], []
     for index, bus in enumerate((0x15, 0x38, 0x48, 0x59, 0x97, 0xB7, 0xC7, 0xD7)):
@@ -229,7 +231,7 @@ def cpu_only() -> Machine:
 
 
 def _sxm(machine: Machine, gpus: list[Gpu], bundles: tuple[int, ...]) -> Machine:
-    """Adds GPUs and NVSwitches to a machine, and names it after the GPUs' generation.
+    """Returns a machine with GPUs and NVSwitches added, and named after the GPUs' compute capability.
 
     Args:
         machine: Machine without GPUs.

@@ -264,7 +264,14 @@ def _function(entry: _Listed, parents: tuple[str, ...] | None) -> PciFunction:
 
 
 def _device_by_name(description: str) -> int | None:
-    """Returns the device id if a text without -nn has it: `Device 2330`, or a Broadcom switch's series; else None."""
+    """Returns the PCI device id that a line of `lspci` without -nn shows in its description; None if it shows none.
+
+    `Device 2330` shows it as a hexadecimal number, because lspci knows no name for it. `PEX880xx` and `PEX890xx`, two
+    series of Broadcom's PCIe switches, stand for 0xC010 and 0xC030.
+
+    Args:
+        description: Text after the class of the device.
+    """
     unnamed = re.search(r"Device ([0-9a-f]{4})\b", description)
     if unnamed is not None:
         return int(unnamed[1], 16)

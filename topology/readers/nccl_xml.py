@@ -51,10 +51,10 @@ Source: NCCL v2.30 src/graph/topo.cc (kvDictPciGen), src/graph/xml.h (kvConvertT
 """
 
 _OF_ONE_HOST = frozenset({"host_hash", "rank", "guid"})
-"""Attributes in which equal hosts differ."""
+"""Attributes whose values differ between hosts that are otherwise alike; ignored when two hosts are compared."""
 
 MAX_LINKS_OF_A_GPU = 64
-"""No GPU has more; NVLink 5 has 18."""
+"""Most links in one element that are counted: more than any GPU has (NVLink 5: 18), so a larger `count` is a slip."""
 
 MAX_SPEED_NOTES = 8
 
@@ -152,7 +152,14 @@ def _one_host(root: Element, reading: _Reading) -> list[Element]:
 
 
 def _shape(element: Element) -> tuple[object, ...]:
-    """Returns an element and all below it as a tuple to compare, without the attributes in which equal hosts differ."""
+    """Returns an element and all elements below it as nested tuples, to compare the hosts of a file with each other.
+
+    The attributes `host_hash`, `rank` and `guid` are left out, because they differ between hosts that are otherwise
+    alike.
+
+    Args:
+        element: Element of the file, such as a <cpu>.
+    """
     own = sorted((name, text) for name, text in element.attributes.items() if name not in _OF_ONE_HOST)
     return element.tag, tuple(own), tuple(_shape(child) for child in element.children)
 
@@ -176,7 +183,12 @@ def _doubt_speeds(root: Element, reading: _Reading) -> None:
 
 
 def _doubts(reading: _Reading, defects: tuple[Defect, ...]) -> list[str]:
-    """Returns sentences on links that were left out and on what the file does not say."""
+    """Returns notes on the links that were left out, on PCI functions without a class, and on a file without NVLink.
+
+    Args:
+        reading: Devices read from the file.
+        defects: Links that were left out.
+    """
     notes = [f"{defect.where}: the link was left out ({defect.kind.replace('_', ' ')})." for defect in defects]
     if reading.unclassified:
         count = len(reading.unclassified)
@@ -273,7 +285,7 @@ class _Ids(TypedDict):
 
 
 def _ids(element: Element) -> _Ids:
-    """Returns the ids of a <pci>."""
+    """Returns vendor, device, subsystem vendor and subsystem device of a <pci>; each is None if the file lacks it."""
     return _Ids(
         vendor=element.integer("vendor"),
         device=element.integer("device"),

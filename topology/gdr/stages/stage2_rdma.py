@@ -20,7 +20,7 @@ from gradwire.topology.gdr.process_context import CAP_IPC_LOCK
 from gradwire.topology.gdr.rdma import MODULES, RdmaPort, pcie_gigabits
 from gradwire.topology.pci_ids import MELLANOX
 
-_JUMBO_NBYTES = 4200  # Ethernet MTU that holds a 4096-byte RDMA payload and its headers
+_JUMBO_NBYTES = 4200  # MTU of an Ethernet interface that holds a 4096-byte RDMA payload and its headers
 _COUNTERS = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
 _MEMLOCK_FLOOR_NBYTES = 64 << 20
 _SHM_FLOOR_NBYTES = 1 << 30
@@ -331,7 +331,10 @@ def roce_address(host: Host) -> Finding:
 
 
 def mtu(host: Host) -> Finding:
-    """Checks that RDMA packets hold 4096 bytes, the largest MTU; on Ethernet that takes frames of 4200 bytes.
+    """Checks that the RDMA MTU is 4096 bytes, the largest; if it is not known, that the Ethernet MTU is at least 4200.
+
+    The active MTU of the RDMA ports is what the driver reports. Only if none is reported, the MTU of the Ethernet
+    interfaces of RDMA NICs is read: 4200 bytes hold an RDMA packet of 4096 bytes with its headers.
 
     Command: `ibv_devinfo | grep active_mtu; ip link`
     Source: InfiniBand Architecture 1.4 section 14.2.5.6 (MTU codes); RoCE adds up to 104 bytes of headers.
