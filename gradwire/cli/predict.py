@@ -96,9 +96,16 @@ class Question:
         return [] if self.options.nic is None else [parse_rate(word, "--nic") for word in self.options.nic.split(",")]
 
     def advice(self, cluster: Cluster) -> Advice:
-        """Predicts every plan and compressor on a cluster.
+        """Predicts the step time of every plan, exact and with every registered compressor, on a cluster.
 
-        Compressors take float32: of gradients with fewer bytes they send, and compute, as much an element.
+        Compressors are fed float32. If gradients are float16 or bfloat16 (2 bytes), each byte of them stands for twice
+        as many elements, so the bytes that a compressor sends and its seconds are doubled for each byte of gradients.
+
+        Args:
+            cluster: Placement of the ranks, and the rates of their links.
+
+        Returns:
+            The candidates with their predicted times, and the recommendation.
         """
         rate = codec_bytes_per_second(self.machine)
         wider = ELEMENT_NBYTES / GRADIENT_NBYTES[self.options.gradient_dtype]

@@ -61,11 +61,16 @@ class ModelRow:
 
 
 def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
-    """Yields predictions of every model on every link.
+    """Yields the predicted step times of each model, for each number of nodes in `NODES` and each link in `LINKS`.
 
-    Plain DDP and torch's fp16 hook are a flat all-reduce by the faster of NCCL's algorithms, of the gradients and of
-    half as many bytes. Outer sums exactly inside the node at every step, and between nodes every `OUTER_EVERY` steps
-    while the next ones compute.
+    Each row has the seconds of a step on one node with its best exact plan, and on all nodes in seconds:
+
+    - `plain DDP`, `torch fp16`: one all-reduce over all ranks by the faster of NCCL's algorithms, of the gradients or
+    of half as many bytes.
+    - `exact`: the best exact plan.
+    - `int8`, `waterfill4`: the hierarchical plan with that compressor.
+    - `Outer`: exact sums inside the node at every step, and an exchange between nodes every `OUTER_EVERY` steps, which
+    takes no time while it is shorter than these steps.
 
     Args:
         models: Models of the table, in its order.

@@ -60,10 +60,15 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `gradwire topo` and returns its exit status.
+    """Runs `gradwire topo`: shows this machine or, in a job of several ranks, the machines of all ranks.
+
+    In a job rank 0 alone prints. With any words in `argv` it shows one machine as they say, as outside a job.
 
     Args:
-        argv: Words after `topo`; in a job with any of them the options of one machine apply, on rank 0 alone.
+        argv: Words after `gradwire topo`.
+
+    Returns:
+        The exit status: 0, or 2 after an error, which is printed.
     """
     try:
         return show_machine(argv) if world_size() == 1 else _show_in_job(argv)
