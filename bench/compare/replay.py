@@ -323,10 +323,13 @@ class Scale:
         return DDP_BUCKET_MEGABYTES / self.factor
 
     def link(self, bits_per_second: int) -> int:
-        """Returns the rate, in bits per second, of the emulated link or connection that replaces a real one.
+        """Returns the rate to emulate in place of a real link's, in bits per second: divided by `factor * slow_motion`.
+
+        Gradients have `factor` times fewer bytes and waits last `slow_motion` times as long, so the emulated steps take
+        `slow_motion` times as long as real ones.
 
         Args:
-            bits_per_second: Rate of the real link or connection.
+            bits_per_second: Rate of the real link, or of one real connection.
         """
         return bits_per_second // (self.factor * self.slow_motion)
 

@@ -221,10 +221,13 @@ class _Examination:
         return self._control.broadcast(what, TIMEOUT)
 
     def _connect_gloo(self) -> None:
-        """Connects gloo as the user's job would, and observes over which interface it reaches other hosts.
+        """Connects gloo among all ranks as the user's job would, and observes which interface its connections use.
 
-        This happens in a thread, because gloo tries far longer than its timeout if an address leads nowhere (90 s,
-        torch 2.13). Once one rank has failed, or `GLOO_SECONDS` have passed, no rank waits for it any longer.
+        All ranks call it. Afterwards `_gloo` says, equally on all ranks, whether gloo connected on all of them; the
+        facts of this rank have its error, and the interface. A thread connects, because gloo tries far longer than its
+        timeout if an address leads nowhere (90 s, torch 2.13). This rank waits until its thread has connected or
+        failed, another rank has failed, or `GLOO_SECONDS` have passed; a thread that still tries is kept in
+        `left_behind`.
         """
         # Start the thread, and wait until it has connected, another rank has failed, or the time is up.
         self._wanted.show_progress("connecting with gloo")
@@ -411,10 +414,13 @@ class _Examination:
             return {"a": a, "b": b, "error": f"{type(error).__name__}: {error}"}
 
     def _take(self, records: list[object]) -> None:
-        """Adds measurements to the facts; of two of the same pair the better values count.
+        """Adds measurements of pairs of nodes to the facts.
+
+        If a pair was measured before, the better values count (`PairRates.better`). A pair that was measured is no
+        longer listed as unreached.
 
         Args:
-            records: Records of `PairRates` and `UnreachedPair`.
+            records: Records (`to_record`) of `PairRates` and, with an error, of `UnreachedPair`.
         """
         known = {(pair.a, pair.b): pair for pair in self._facts.pairs}
         unreached = {(each.a, each.b): each for each in self._facts.unreached}
@@ -499,10 +505,14 @@ class _Examination:
         self._facts = replace(self._facts, work=tuple(work))
 
     def _again(self, slow: int, good: int) -> None:
-        """Compares the cores of the first ranks of two nodes a few times, while all other ranks are idle.
+        """Measures again a node whose core looked slow, beside one that did not, while all other ranks compute nothing.
+
+        All ranks call it. The first rank of each of the two nodes repeats a small computation; that is done
+        `AGAIN_TRIES` times, and the ratios of both speeds are added to the facts of the slow node's ranks
+        (`CoreWork.again`).
 
         Args:
-            slow: Number of the node that looked slow; its ranks' facts get the ratios.
+            slow: Number of the node that looked slow.
             good: Number of the node with which it is compared.
         """
         shares = []

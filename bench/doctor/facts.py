@@ -121,7 +121,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRates:
-    """Best of several TCP measurements between two nodes. Rates are bytes per second, as (a to b, b to a).
+    """TCP measurements between two nodes: the best of several tries. Rates are bytes per second, as (a to b, b to a).
 
     `a` and `b` are numbers of nodes, see `JobFacts.nodes`.
     """
@@ -155,9 +155,13 @@ class PairRates:
     """Number of measurements that are combined here."""
 
     def better(self, other: "PairRates") -> "PairRates":
-        """Combines two measurements of a pair: the better value of each field, as other load only makes them worse.
+        """Returns two measurements of a pair as one, with the better value of each field: other load makes them worse.
 
-        Segments are added, and the clocks' difference is that of this measurement.
+        Segments and tries are added. The difference of the clocks, and the size of the probe packets if known, are
+        those of this measurement.
+
+        Args:
+            other: Later measurement of the same pair.
         """
         return dataclasses.replace(
             self,
@@ -185,7 +189,7 @@ def _larger(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreachedPair:
-    """Pair of nodes of which a could not connect to b; both are numbers of nodes, see `JobFacts.nodes`."""
+    """Pair of nodes that was not measured, because node `a` could not connect to node `b`; see `JobFacts.nodes`."""
 
     a: int
     b: int
@@ -272,7 +276,10 @@ class ScriptRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """All measurements of a job: the input of the checks."""
+    """The input of the checks: what was read and measured on all ranks of a job, and options of the command line.
+
+    The options are the user's gradients, step and link, which no examination can measure without the user's script.
+    """
 
     ranks: tuple[RankFacts, ...]
     gradient_nbytes: int = DEFAULT_GRADIENT_NBYTES
@@ -385,7 +392,9 @@ class JobFacts:
     def good_rate(self) -> float:
         """Returns the rate of a healthy link of this job, in bytes per second.
 
-        It is the median of what the nodes reach, or what a link should have if that is more.
+        It is the median of the rates that the nodes reach with their best partners. It is what `--link`, else the NIC
+        of the first node for which it is known, says that a link should have, if that is more; but no more than the
+        slowest rate that the doctor itself reached over a node's loopback. 10 Gbit/s if nothing is known.
         """
         reached = [min(rates) for node in range(len(self.nodes)) if (rates := self.reached(node)) is not None]
         expected = [rate for node in range(len(self.nodes)) if (rate := self.expected_rate(node)) is not None]

@@ -30,9 +30,15 @@ class Wanted:
 
 
 def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> JobFacts:
-    """Returns the facts with the gradients' size and the step time added: of the command line, else of the script.
+    """Returns a job's facts with the options of the command line and the runs of `--script` added.
 
-    Without both, the size is `DEFAULT_GRADIENT_NBYTES` and the step time None.
+    For each fact the command line comes first, then the script:
+
+    - `gradient_nbytes`: `--gradient-mb`, else the largest of all ranks' runs, else `DEFAULT_GRADIENT_NBYTES` (100 MB).
+    - `step_seconds`: `--step-seconds`, else the longest of all ranks' runs, else None.
+    - `link_bytes_per_second`: `--link`, else None.
+    - `script_runs`, `script_status`: the runs, and the exit status of the run that failed first; 0 if none failed.
+    - `notes`: one more for the error of the run that failed first or, if none failed, of rank 0's run, if it has one.
 
     Args:
         facts: Measurements of the job.
@@ -55,7 +61,12 @@ def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> J
 
 
 def _in_words(run: ScriptRun, runs: Sequence[ScriptRun]) -> str:
-    """Returns a note on a failed run of the script: the rank, the error, and each rank's line if it hung."""
+    """Returns a note on the error of a run of the script, with the line at which each rank stood if it did not end.
+
+    Args:
+        run: Run with the error. Its rank is named if it has failed and there are several.
+        runs: Runs of all ranks, in their order.
+    """
     whose = f" on rank {runs.index(run)}" if run.status and len(runs) > 1 else ""
     places: dict[str, list[int]] = {}
     for rank, each in enumerate(runs):

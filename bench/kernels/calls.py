@@ -154,7 +154,13 @@ CallMaker = Callable[[KernelSet, KernelInputs], KernelCall]
 
 
 def _cut(numel: int) -> tuple[int, int]:
-    """Divides a tensor into at most `OWNERS` pieces; returns (elements of a piece, number of pieces)."""
+    """Returns how a tensor is divided among its owners: elements of a piece, a multiple of 64, and number of pieces.
+
+    There are at most `OWNERS` pieces, and the last may be shorter.
+
+    Args:
+        numel: Number of elements of the tensor, at least 1.
+    """
     width = -(-numel // (64 * OWNERS)) * 64
     return width, -(-numel // width)
 

@@ -109,7 +109,7 @@ def make_configuration(
         setting: Sharding and communication of the model.
         place: Rank and nodes of the forked job.
         batch: (number of sequences, bytes of text in each) of a rank and step.
-        rate: Bytes per second of the links; None if they have no limit.
+        rate: Bytes per second of the links, told to gradwire for its plans; None tells nothing.
     """
     nodes, width = len(place.nodes), place.nodes[0]
     grid = init_device_mesh("cpu", (nodes, width), mesh_dim_names=("replicate", "shard"))
@@ -150,8 +150,9 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
     Args:
         place: Rank and nodes of the forked job.
-        arguments: Number of rounds, sequences, bytes in each, bytes per second of the links (0: no limit), then the
-            names of the settings.
+        arguments: Number of timed rounds; sequences of text that a rank trains on in a step; bytes of text in each;
+            bytes per second of the emulated links, which gradwire is only told for its plans (0: it is told none); then
+            the names of the settings to measure.
     """
     batch, rate, names = (int(arguments[1]), int(arguments[2])), float(arguments[3]) or None, arguments[4:]
 

@@ -32,14 +32,17 @@ from gradwire.comms.environment import launcher_variables
 PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 10
 HOOKS = "plain, torch-fp16, gradwire, gradwire:COMPRESSOR"
+"""Values of `--hook`, as one text for messages."""
 CPU = torch.device("cpu")
 
 
 def check_hook(hook: str) -> None:
-    """Raises ValueError unless a hook is known; the compressor after `gradwire:` is checked by gradwire.
+    """Raises ValueError unless `hook` is a value of `--hook` that this program knows.
+
+    The name of a compressor is not checked; gradwire does that when it is used.
 
     Args:
-        hook: One of `HOOKS`.
+        hook: "plain", "torch-fp16", "gradwire", or "gradwire:" and the name of a compressor.
     """
     if hook not in ("plain", "torch-fp16", "gradwire") and not hook.startswith("gradwire:"):
         raise ValueError(f"`--hook`: found {hook!r}, wanted one of {HOOKS}")
@@ -52,7 +55,7 @@ def attach_hook(
 
     Args:
         model: Model that gets the hook, in place; nothing is registered for `plain`.
-        hook: One of `HOOKS`; the word after the colon is the name of a compressor.
+        hook: "plain", "torch-fp16", "gradwire", or "gradwire:" and the name of a compressor; see `check_hook`.
         nic_bytes_per_second: Rate of a node's link; None if unknown, then gradwire assumes one.
 
     Returns:
@@ -85,7 +88,7 @@ class HookTraining:
         """Makes the model (the same one for every hook) and registers the hook.
 
         Args:
-            hook: One of `HOOKS`.
+            hook: Communication hook; see `check_hook`.
             steps: Length of the learning rate's schedule, in steps.
             context: Bytes in a sequence.
             nic_bytes_per_second: Rate of a node's link; None if unknown, then gradwire assumes one.

@@ -105,7 +105,15 @@ def rate_confidence(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: f
 
 
 def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports nodes whose best rate is far below their NIC's, or below that of the other nodes."""
+    """Reports in one finding the nodes whose rate with their best partner is less than 70 % of what it should be.
+
+    It should be what `--link` or the NIC says, or the median of the other nodes' rates if there are two others or more,
+    whichever is larger; but no more than half of what the doctor itself reaches over the node's loopback. If no node is
+    slow, pairs that are slow although both nodes are fast with others are reported instead.
+
+    Args:
+        facts: Measurements of the job.
+    """
     names = facts.names
     nodes = [node for node in range(len(names)) if facts.reached(node) is not None]
     best = {node: min(facts.reached(node) or (0.0, 0.0)) for node in nodes}
@@ -168,10 +176,12 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _times(facts: JobFacts, node: int) -> int:
+    """Returns how often the pair of a node was measured that was measured most; 1 if there is none."""
     return max((pair.times for pair in facts.pairs if node in (pair.a, pair.b)), default=1)
 
 
 def _used_nic(first: RankFacts) -> str:
+    """Returns the name of the interface that gloo uses on a node, by the facts of its first rank; `eth0` if unknown."""
     return first.gloo_interface or "eth0"
 
 
@@ -181,7 +191,13 @@ def _confirmed(facts: JobFacts) -> list[PairRates]:
 
 
 def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
-    """Reports pairs that are slow although both nodes are fast with other nodes."""
+    """Reports in one finding pairs that are slow although both nodes are fast with other nodes.
+
+    Args:
+        facts: Measurements of the job.
+        best: Node -> the smaller of the rates at which it sends to and receives from its best partner, in bytes per
+            second.
+    """
     found = [
         pair
         for pair in _confirmed(facts)
@@ -219,7 +235,7 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
 
 
 def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports NICs in use whose PCIe link is slower than their network port."""
+    """Reports in one finding NICs in use whose PCIe link is slower than their port; nothing on a single node."""
     if len(facts.nodes) < 2:
         return
     # Find the nodes with such a NIC; the one with the slowest PCIe link is described.
@@ -269,7 +285,11 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports that one connection is far slower than several together: clouds limit the rate of a flow."""
+    """Reports that one connection is far slower than several together: clouds limit the rate of a flow.
+
+    One must reach less than 55 % of the rate of several on at least half of the pairs that were measured 3 times or
+    more, and the doctor itself must be twice as fast as that rate.
+    """
     confirmed = _confirmed(facts)
     # A core that moves little more than several connections do is what limits one: that is no fault of the network.
     limited = [
@@ -304,7 +324,7 @@ def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def flapping(facts: JobFacts) -> list[Diagnosis]:
-    """Reports NICs whose link went down and up during the examination."""
+    """Reports NICs and virtual interfaces whose link changed its state more than once during the examination."""
     names = facts.names
     return [
         Diagnosis(
@@ -375,6 +395,7 @@ def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _halved(facts: JobFacts, pair: PairRates) -> bool:
+    """Returns whether a pair loses rate when both directions are used at once, and the network is what limits it."""
     return _both_share(pair) < HALF_DUPLEX and has_headroom(facts, (pair.a, pair.b), min(pair.many))
 
 
@@ -391,7 +412,11 @@ def has_headroom(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: floa
 
 
 def _both_share(pair: PairRates) -> float:
-    """Returns the rate with both directions in use over the rates of one direction."""
+    """Returns the rates of both directions at once over those of one direction at a time: 1 is full duplex, 0.5 half.
+
+    Args:
+        pair: Rates between two nodes.
+    """
     return sum(pair.both) / max(sum(pair.many), 1.0)
 
 
@@ -412,7 +437,20 @@ def in_all(bad: list[PairRates], pairs: tuple[PairRates, ...]) -> set[int]:
 
 
 def far_apart(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports pairs with a latency above any in a data centre, or far above the median of the other pairs."""
+    """Reports in one finding that nodes are far apart, by the latencies of pairs of nodes.
+
+    A pair is far apart if its latency in one direction is more than 2 ms. With more than two pairs it is so, too, if
+    its latency is more than 5 times the median over all pairs and more than 0.3 ms above it. Left out are pairs that
+    were measured fewer than 3 times, and pairs of which a node's NIC carries other programs' traffic of 5 % of a
+    healthy link's rate or more.
+
+    Args:
+        facts: Measurements of the job.
+
+    Yields:
+        One finding if a pair is far apart. It names the node that all such pairs share, if there are several and other
+        pairs are near; else the pair with the highest latency.
+    """
     names = facts.names
     usual = median([pair.latency_seconds for pair in facts.pairs] or [0.0])
     others = usual if len(facts.pairs) > 2 else FAR_SECONDS
@@ -523,6 +561,7 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _used(first: RankFacts) -> NetworkInterface | None:
+    """Returns the interface that gloo uses on a node; None if it is unknown, the loopback or a bridge."""
     nic = first.interface(first.gloo_interface)
     return None if nic is None or nic.kind in ("loopback", "bridge") else nic
 
@@ -533,6 +572,7 @@ def _share(mtu: int) -> float:
 
 
 def _below(mtu: int) -> int:
+    """Returns the MTU to try next if packets of this MTU are lost: Ethernet's 1500, or IPv6's least one, 1280."""
     return USUAL_MTU if mtu > USUAL_MTU else 1280
 
 
@@ -583,6 +623,7 @@ def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _why(first: RankFacts) -> str:
+    """Returns a clause that says why gloo uses its interface: by GLOO_SOCKET_IFNAME, or by the host name."""
     if given := first.variables.get("GLOO_SOCKET_IFNAME"):
         return f"GLOO_SOCKET_IFNAME={given} says so"
     return f"GLOO_SOCKET_IFNAME is not set, so gloo takes the one that the name {first.hostname} leads to"
@@ -671,7 +712,13 @@ def _chosen(first: RankFacts) -> bool:
 
 
 def _leading_out(first: RankFacts) -> list[str]:
-    """Returns the names of the interfaces that may lead to other machines."""
+    """Returns the names of a node's interfaces over which other machines may be reached, in their order.
+
+    These are NICs and virtual interfaces (not bridges or the loopback) that are up and have an address.
+
+    Args:
+        first: Facts of the node's first rank.
+    """
     return [each.name for each in first.interfaces if each.kind in ("nic", "virtual") and each.up and each.addresses]
 
 
