@@ -41,7 +41,7 @@ IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce", "broadcast")
 """Methods of `dist.ProcessGroup` whose collectives read the tensors that they write to."""
 
 REDUCING = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter")
-"""Beginnings of the names of methods that add tensors; all other collectives only move them, whatever their dtype."""
+"""Beginnings of the names of methods that reduce tensors by an op; all others move them, whatever their dtype."""
 
 WHOLE_AND_PART = ("_allgather_base", "allgather_into_tensor", "_reduce_scatter_base", "reduce_scatter_tensor")
 """Beginnings of the names of methods that take one large tensor with a part for each rank, and one such part."""
@@ -59,7 +59,13 @@ PUBLIC_NAMES = {
 
 
 def reduces(name: str) -> bool:
-    """Returns whether a method of `dist.ProcessGroup` adds tensors, given its name."""
+    """Returns whether a collective combines the ranks' tensors by a reduce op: a sum, an average, a minimum or another.
+
+    All other collectives move tensors unchanged, whatever their dtype.
+
+    Args:
+        name: Name of a method of `dist.ProcessGroup`, such as `allreduce`.
+    """
     return name.startswith((*REDUCING, "_reduce_scatter"))
 
 

@@ -157,10 +157,13 @@ class DelegatingGroup(dist.ProcessGroup):
         self._outstanding: deque[dist.Work] = deque()
 
     def issued(self, work: dist.Work) -> dist.Work:
-        """Registers the work of a collective that this group finishes itself, for `barrier` to wait for; returns it.
+        """Registers a collective that this rank has issued and gradwire completes, so that `barrier` waits for it.
 
         Args:
-            work: The work, in flight or done.
+            work: Work of the collective, in flight or done.
+
+        Returns:
+            The same work.
         """
         while self._outstanding and self._outstanding[0].is_completed():
             self._outstanding.popleft()

@@ -23,16 +23,16 @@ from gradwire.comms.transport.shm import ShmGroup
 
 
 class _Call:
-    """Holds one collective in the queue of the thread, and its result.
+    """A collective in the queue of `NodeCollectives`' thread, and the future by which its caller learns the result.
 
     Args:
-        run: Runs the collective on the group in shared memory, and fills `outputs`.
+        run: Function of the ranks' `ShmGroup` that runs the collective through shared memory, and fills `outputs`.
         outputs: Tensors that are filled.
 
     Attributes:
-        run: Runs the collective.
+        run: The function that runs the collective.
         outputs: Tensors that are filled.
-        done: Future of the filled outputs or, as its value, of the exception that the collective raised.
+        done: Future that the thread completes: its value is `outputs` or, after a failure, the exception.
     """
 
     def __init__(self, run: Callable[[ShmGroup], None], outputs: list[Tensor]) -> None:
@@ -239,7 +239,14 @@ class NodeCollectives:
             del call  # it holds tensors
 
     def _run(self, call: "_Call") -> None:
-        """Runs one collective, and completes its future with the outputs or the error."""
+        """Runs one collective on the calling thread, and completes its future with the filled tensors or the exception.
+
+        It raises nothing. If the collective failed because of another rank, the communicator is aborted, so that ranks
+        that wait elsewhere get the reason.
+
+        Args:
+            call: The collective.
+        """
         try:
             with torch.inference_mode(any(output.is_inference() for output in call.outputs)), torch.no_grad():
                 call.run(self._connect())

@@ -83,11 +83,12 @@ class PlannedAllReduce:
         return factor_of(op) if first.is_floating_point() else None
 
     def beats_inner(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether a plan shall sum these tensors, rather than the inner group's ring over all ranks.
+        """Returns whether a plan shall sum these tensors, rather than the inner group's all-reduce over all ranks.
 
-        On one node that is so for CPU tensors, which go through shared memory. On several nodes a plan other than
-        `flat` must be asked for by name or, with plan="auto", be predicted to be faster. It is never so for tensors
-        without elements. The result depends on bytes and device type alone, so it is the same on all ranks.
+        On one node that is so for CPU tensors, which go through shared memory, and not for CUDA tensors. On several
+        nodes it is so if a plan other than `flat` (one all-reduce over all ranks, as the inner group's) is asked for by
+        name or, with plan="auto", is predicted to be faster. It is never so for tensors without elements. The result
+        depends on bytes and device type alone, so it is the same on all ranks.
 
         Args:
             tensors: Tensors to sum together, at least one, on one device. With plan="auto" on several nodes the first

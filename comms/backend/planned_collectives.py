@@ -61,15 +61,18 @@ class PlannedCollectives:
         return self._better[key]
 
     def all_gather(self, output: Tensor, source: Tensor) -> FutureTensors:
-        """Fills `output` with every rank's `source`, in rank order.
+        """Starts an all-gather: fills `output` with every rank's `source`, in rank order.
 
         Args:
-            output: Any shape with size * source.numel() elements, of the dtype of `source`. The future's value is
-                [output].
-            source: Any dtype; the same numel and dtype on all ranks. May be this rank's part of `output`.
+            output: CPU tensor of any shape and strides with size * source.numel() elements, of the dtype of `source`;
+                overwritten.
+            source: CPU tensor of any dtype; the same numel and dtype on all ranks. May be this rank's part of `output`.
+
+        Returns:
+            Future of [output].
 
         Raises:
-            ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
+            ValueError: Numels or dtypes do not fit, or a tensor is sparse or not on the CPU.
         """
         self._check("output", output, source, self._size)
         flat = _flat_view(output)

@@ -237,10 +237,12 @@ class GradwireGroup(DelegatingGroup):
         return None
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begins coalescing: until `_end_coalescing` NCCL collects the calls, to launch them together (ncclGroupStart).
+        """Begins coalescing on a device: collectives from here on are issued together by `_end_coalescing`.
 
-        Torch's `_coalescing_manager` calls it. Collectives of CUDA tensors all go to the inner group until then, also
-        those that gradwire would run by a plan.
+        Torch's `_coalescing_manager` calls it. Until then every all-reduce, of CPU tensors too, goes to the inner
+        group, as do other collectives of CUDA tensors at all times; NCCL collects them (ncclGroupStart). Broadcast,
+        all-gather and reduce-scatter of CPU tensors go there, too, unless all ranks are on one node: then they run
+        through shared memory at once, as without coalescing.
 
         Args:
             device: Device of the tensors.
@@ -316,15 +318,16 @@ class GradwireGroup(DelegatingGroup):
         _retired.extend(self._backends)
 
     def _sum(self, tensors: list[Tensor], op: object) -> dist.Work | None:
-        """Starts an all-reduce by a plan.
+        """Starts an all-reduce by a plan of gradwire's, unless the inner group shall run it.
 
         Args:
             tensors: Tensors to reduce together, at least one; changed in place.
             op: Reduce op.
 
         Returns:
-            The work, in flight; None if the inner group shall run it: always for a group of one rank and while
-            coalescing, else if no plan can run it, or none is faster and the inner group has the op.
+            The work, in flight. None if the inner group shall run it: in a group of one rank, while coalescing, if no
+            plan can run the op on these tensors, or if no plan is faster than the inner group's all-reduce (but gloo
+            lacks PREMUL_SUM, which a plan runs however slow).
         """
         if self._planned is None or self.inner_launches.coalescing:
             return None
@@ -336,7 +339,7 @@ class GradwireGroup(DelegatingGroup):
         return self.issued(self._planned.all_reduce(tensors, scale))
 
     def _runner(self, op: str, nbytes: int, root: int = 0) -> NodeCollectives | PlannedCollectives | None:
-        """Chooses what runs a collective of CPU tensors: gradwire's own collectives, or the inner group.
+        """Chooses what runs an all-gather, a broadcast or a reduce-scatter of CPU tensors.
 
         Args:
             op: `all_gather`, `reduce_scatter` or `broadcast`.
@@ -344,8 +347,10 @@ class GradwireGroup(DelegatingGroup):
             root: Sending rank of a broadcast.
 
         Returns:
-            `NodeCollectives` (through shared memory) if all ranks are on one node. On several, `PlannedCollectives` if
-            they are expected to be faster than gloo, and None, for the inner group, if not or while coalescing.
+            `NodeCollectives` (through shared memory) if the group has several ranks, all on one node.
+            `PlannedCollectives` if the ranks are on several nodes and these are predicted to be faster than gloo, or a
+            plan is asked for by name. None, for the inner group, otherwise: in a group of one rank, and on several
+            nodes while coalescing or if gloo is faster.
         """
         if self._node is not None:
             return self._node
