@@ -6,10 +6,11 @@ class PeerError(RuntimeError):
 
     Args:
         message: Text of the error.
-        missing: Ranks of the group that did not come; empty after an abort.
+        missing: Ranks of the group that are known to have failed: they never came, or came and have exited since. Empty
+            if it is not known which rank failed, as after an abort or a failed operation.
 
     Attributes:
-        missing: Ranks of the group that did not come; empty after an abort.
+        missing: Ranks of the group that are known to have failed; empty if that is not known.
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:

@@ -116,18 +116,26 @@ class TorchGroup(Protocol):
     """Methods of torch's C++ process groups that gradwire calls, under the names of 2.13 and 2.14."""
 
     def allreduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Sums in place."""
+        """Starts an all-reduce of one tensor over the ranks, in place, by the reduce op in `options`."""
 
     def broadcast(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Copies from a root, in place."""
+        """Starts a broadcast of one tensor from the root rank in `options`, in place on the other ranks."""
 
     def reduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Sums on a root, in place there; tensors of the other ranks are unchanged."""
+        """Starts a reduction of one tensor to the root rank in `options`, in place there; other ranks' is unchanged."""
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], options: object, /
     ) -> BackendWork:
-        """Exchanges slices of flat tensors."""
+        """Starts an all-to-all: sends slice r of `source` to rank r, and fills slice r of `output` from it.
+
+        Args:
+            output: 1-D tensor, overwritten.
+            source: 1-D tensor.
+            output_splits: Elements of each slice of `output`; empty if all are equal.
+            source_splits: Elements of each slice of `source`; empty if all are equal.
+            options: Torch's AllToAllOptions.
+        """
 
     def alltoall(self, outputs: list[Tensor], sources: list[Tensor], options: object, /) -> BackendWork:
         """Sends the r-th source to rank r, and receives the r-th output from it; gloo has no such call."""
@@ -146,7 +154,11 @@ class TorchGroup(Protocol):
         """Options of the group; `_timeout` is the timeout of a collective."""
 
     def eager_connect_single_device(self, device: torch.device, /) -> None:
-        """Connects the ranks now instead of at their first collective; returns when all have joined."""
+        """Makes NCCL's communicator for a device now, not at the first collective; waits until all ranks call it.
+
+        Args:
+            device: CUDA device with an index.
+        """
 
     def _start_coalescing(self) -> None:
         """Begins a group call of NCCL (ncclGroupStart): calls from here on are collected, to be launched together."""

@@ -112,10 +112,16 @@ class PeerFailure:
         return cls(*_FAILURE.read(data))
 
     def packed(self, rank: int) -> bytes:
-        """Serializes this for another rank.
+        """Serializes the failure for another rank: reason, source, failed ranks and the rank that reported it first.
+
+        The reason is cut to 1000 characters, and the ranks to the first 64. `since` is not sent: each rank notes its
+        own.
 
         Args:
-            rank: This rank, which becomes `reported_by` unless another rank has reported the failure first.
+            rank: This rank, which is sent as `reported_by` unless another rank has reported the failure first.
+
+        Returns:
+            JSON, which `unpacked` reads.
         """
         by = rank if self.reported_by is None else self.reported_by
         return json.dumps([self.reason[:LONGEST_REASON], self.source, self.ranks[:MOST_RANKS], by]).encode()

@@ -80,9 +80,11 @@ def own_kernel() -> str:
 
 
 def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yields this process's TCP sockets: the descriptor, and a duplicate that is closed at the next iteration.
+    """Yields this process's TCP sockets, connected, listening or neither.
 
-    Yields nothing if /proc shows no descriptors.
+    Yields:
+        (Descriptor, duplicate of the socket); the duplicate is closed when the next one is asked for. Nothing if /proc
+        does not list this process's descriptors.
     """
     try:
         descriptors = [int(entry.name) for entry in DESCRIPTORS.iterdir()]
@@ -108,7 +110,13 @@ def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def outside_connections() -> Iterator[tuple[str, str, socket.socket]]:
-    """Yields this process's TCP connections to other hosts: own address, peer address, a duplicate of the socket."""
+    """Yields this process's TCP connections whose two ends have different IP addresses, as those to other hosts have.
+
+    A connection between two addresses of this host is among them, too.
+
+    Yields:
+        (Own address, peer's address, duplicate of the socket); the duplicate is closed when the next one is asked for.
+    """
     for _, connection in tcp_sockets():
         # An OSError means that the socket is not connected.
         with suppress(OSError):

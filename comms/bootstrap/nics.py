@@ -80,7 +80,13 @@ def _by_local_rank(nodes: Nodes) -> str:
 
 
 def _shared(nodes: Nodes) -> list[str]:
-    """Returns a line for each node on which ranks share a NIC while an equally fast one is idle."""
+    """Returns a line for each node on which ranks share one of its fastest NICs while another of these is idle.
+
+    Nodes with a rank whose NIC is unknown have no line.
+
+    Args:
+        nodes: Infos of the ranks of each node.
+    """
     # Imported here: not needed if no NIC is known.
     from gradwire.topology.assign import nic_sharing
 

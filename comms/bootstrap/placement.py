@@ -187,10 +187,18 @@ def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
 
 
 def _node_rates(infos: Sequence[PeerInfo], cluster: Cluster) -> list[float]:
-    """Returns the send rate of each node, configured or else from its topology; empty if not known for all ranks.
+    """Returns the bytes per second that each node can send, for plans in which nodes own parts by their links' rates.
 
-    For GPUs only configured rates count: the rate in a node's topology depends on which NICs its ranks happen to drive,
-    and owners by unequal links were never tried on GPUs.
+    These are the rates that the ranks were configured with. If a rank has none and the ranks train on CPUs, all come
+    from the nodes' topologies instead. On GPUs they do not: the rate in a topology depends on which NICs the ranks of a
+    node happen to use, and unequal parts were never tried on GPUs.
+
+    Args:
+        infos: Infos of all ranks, in rank order.
+        cluster: Placement of the ranks.
+
+    Returns:
+        The smallest rate of its ranks for each node; empty if a rank has none.
     """
     rates = [info.nic_bytes_per_second for info in infos]
     if None in rates and infos[0].device != "cuda":

@@ -384,7 +384,20 @@ class _Follower(_Rank):
     """Every other rank: follows the generation id of rank 0."""
 
     def run(self) -> PeerInfos:
-        """Returns the infos of all ranks once rank 0 has published that all have joined, or raises its outcome."""
+        """Takes part in the rendezvous as a rank other than 0: waits until rank 0 publishes that all ranks have joined.
+
+        Rank 0 names each start of the job by a generation id in the store. This rank publishes its info under that id,
+        and again under another one if rank 0 replaces it, and packs the infos of a block of ranks if that is its part.
+
+        Returns:
+            The infos of all ranks.
+
+        Raises:
+            ValueError: A setting differs between the ranks.
+            DidNotJoinError: A rank did not join within the timeout.
+            PeerError: A rank has exited before all had joined.
+            RuntimeError: Rank 0 has joined, but did not finish within the timeout.
+        """
         naps, announced = self._naps(), False
         while True:
             announced = announced or self._store.check([ROUND])

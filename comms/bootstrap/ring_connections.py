@@ -292,7 +292,13 @@ class RingConnections:
             self.add(accepted, PeerConnection(None, False, self.token, time.monotonic()))
 
     def add(self, connection: socket.socket, peer: PeerConnection) -> None:
-        """Watches a connection that was accepted, or that is being made (`peer.connecting`)."""
+        """Adds a connection to `peers`, and registers it with `selector`, so that the ring's thread handles its events.
+
+        Args:
+            connection: Socket that was accepted, or that is connecting without blocking.
+            peer: State of the connection. If `peer.connecting`, the event waited for is that TCP has connected, else
+                bytes.
+        """
         if not peer.connecting:
             _configure(connection)
         self.peers[connection] = peer
