@@ -134,12 +134,18 @@ def diagnose(
 
 
 def positions_of(reports: Mapping[int, StallReport], *, on_cuda: bool) -> dict[int, Position]:
-    """Returns rank -> its position in the sequence of launches.
+    """Returns, for each rank, how many launches it has started and in which launch it waits, from the ranks' reports.
+
+    A launch is one all-reduce of one or several buckets; all ranks start the same ones in the same order.
 
     Args:
-        reports: Rank -> its report.
-        on_cuda: True if reports lack the launch in which a rank waits. A rank then waits for the one with the fewest
-            launches, if it has started more.
+        reports: Rank -> its report; at least one.
+        on_cuda: True if the gradients are on CUDA devices, so that reports lack the launch in which a rank waits. Then
+            a rank that has started more launches than the fewest of a rank waits in the first one that this rank has
+            not started; ranks with the fewest wait in none.
+
+    Returns:
+        Rank -> launches started; launch in which it waits, counted from 1, None for none; seconds without progress.
     """
     least = min(report.launches for report in reports.values())
     found = {}
@@ -209,7 +215,11 @@ class WatchedJob:
 
 
 class StallWatch:
-    """Thread of one rank that notices, reports and diagnoses a stall.
+    """Thread of one rank that logs which ranks the others wait for, if this rank makes no progress for some time.
+
+    A rank makes progress when it starts a launch (an all-reduce of buckets), or the one that it waits in enters another
+    phase or ends. Without progress for `seconds`, the thread publishes a report in the store. The first rank that does
+    so while it waits in a launch reads the reports of all ranks, and logs the diagnosis, which the other ranks read.
 
     Thread safety: the thread alone changes the state; `last` and `count` may be read from any thread.
 
@@ -217,11 +227,11 @@ class StallWatch:
         store: Store of all ranks, with a prefix of its own. Requests to it must not block other threads' requests.
         job: Ranks to diagnose.
         executor: Executor whose launches are watched.
-        seconds: Time without progress until the first report.
+        seconds: Time without progress until the first report; the next follow after twice the time each.
 
     Attributes:
-        last: Last diagnosis, of this rank or of the collector; None before the first one.
-        count: Number of diagnoses.
+        last: Sentence of the last diagnosis, made by this rank or read from another; None before the first one.
+        count: Number of diagnoses so far.
     """
 
     def __init__(self, store: Store, job: WatchedJob, executor: Executor, seconds: float) -> None:
@@ -407,7 +417,14 @@ class StallWatch:
         return bucket_words(index, self._job.contents.get(index, (0, ()))[1])
 
     def _end_stall(self, seconds: float) -> None:
-        """Ends a stall, which has lasted for `seconds`: deletes the keys that this rank has published about it."""
+        """Resets the stall detection; called at every poll that sees progress, whether or not there was a stall.
+
+        If this rank had published a report, its keys are deleted in the store. If it had also diagnosed the stall,
+        `_poll` logs the length of the stall once the next launch shows that training continues.
+
+        Args:
+            seconds: Time since the last progress before.
+        """
         self._next = self._seconds
         self._failures = 0
         if self._job.waits is not None:

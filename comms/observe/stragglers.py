@@ -96,10 +96,10 @@ class Sample:
 
     Attributes:
         step: Number of the step.
-        waits: Time from arrival to reduction, for each bucket.
+        waits: Time from the arrival of each bucket at the hook to the end of its all-reduce.
         phases: Time in each phase of the plan, summed over the buckets.
-        own: Time from the end of the previous step on this rank to the arrival, for each bucket; negative if that end
-            is not known.
+        own: Time that this rank took by itself before each bucket arrived: from the end of the previous step's last
+            all-reduce to the arrival. -1 if that end is not known.
     """
 
     step: int
@@ -110,13 +110,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Summary of a rank's last steps: four numbers that are sent regularly.
+    """Times of a rank's last 8 steps (`WINDOW`) in four numbers, sent every 12 steps; less often if steps are short.
 
     Attributes:
-        wait_seconds: Median of the waits of a step, summed over its buckets; negative if there are too few steps.
+        wait_seconds: Median over the steps of the waits for all buckets of a step together; negative if fewer than 8
+            steps with the same number of buckets were timed.
         longest_seconds: Largest excess of a single wait, since the last summary, over its bucket's median; 0 if none.
-        longest_step: Step of that wait.
-        step_seconds: Length of a step.
+        longest_step: Number of the step of that wait; -1 if none.
+        step_seconds: Median length of a step.
     """
 
     wait_seconds: float
@@ -127,22 +128,25 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Breakdown of a rank's last steps by bucket and phase, sent when a summary gives a reason. In seconds.
+    """Times of a rank's last 8 steps (`WINDOW`) by bucket and phase, in seconds, for the comparison with other ranks.
 
-    Columns are buckets, or groups of them if there are many. Without a full window, all values but `step_seconds` and
-    `once` are negative.
+    Each rank sends one every `every` steps, and one more as soon as a summary shows that ranks, a single long wait or a
+    link need an explanation. Columns are buckets or, if there are many, groups of neighbouring ones. Values are
+    negative if they are not known: all but `step_seconds` and `once` as long as fewer than 8 steps with the same number
+    of buckets were timed. "Without outliers" leaves out the one most extreme step (`OUTLIERS`).
 
     Attributes:
         step_seconds: Median length of a step.
-        since_step: First step since which the rank has waited as it does now.
-        fast: Shortest time of a step in each phase, without outliers.
+        since_step: Number of the first step since which the rank has waited about as long as it does now.
+        fast: Shortest time of a step in each of `MOST_PHASES` phases, without outliers.
         slow: Longest time of a step in each phase, without outliers.
-        usual: Time that three quarters of the steps before the window did not exceed, for each phase; negative with
-            too few steps.
-        low: Shortest wait in the window for each column, without outliers.
+        usual: Time that three quarters of the steps before the last 8 did not exceed, for each phase; negative with
+            fewer than 16 such steps.
+        low: Shortest wait for each column, without outliers; see `Sample.waits`.
         middle: Median wait for each column.
         high: Longest wait for each column, without outliers.
-        once: `Sample.own` of each column in the step with the long wait; negative without one.
+        once: For each column, the time that the rank took by itself (`Sample.own`) in the one step whose single long
+            wait is to be explained; negative if there is no such step.
     """
 
     step_seconds: float
@@ -480,7 +484,7 @@ class _Diagnosis:
 
     Attributes:
         found: Stragglers and slow links as of the last breakdown.
-        once: Rank for which the others waited in the last single long wait; None without one.
+        once: Rank for which the others waited in the latest single long wait; None before the first one.
         suspects: Ranks that were late in the last breakdown, and are named if they are late in the next one.
         confirms_link: True if a link was slow in the last breakdown, and is named if it is slow in the next one.
     """
@@ -709,7 +713,10 @@ class StragglerWatch:
 
     @property
     def once(self) -> Straggler | None:
-        """Rank for which the others waited in the last single long wait; None without one."""
+        """The rank for which the others waited in the latest single long wait: over 1 s longer than usual, in one step.
+
+        It stays until another one is found; None before the first one.
+        """
         return self._diagnosis.once
 
     def step_ended(self, step: int, buckets: Sequence[Times]) -> None:
