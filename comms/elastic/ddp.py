@@ -268,7 +268,10 @@ class ElasticTraining(StepListener):
         self.notify_change()
 
     def close(self) -> None:
-        """Leaves the other ranks."""
+        """Ends elastic training on this rank: closes the queue of requests to join, then `resilient_ops`.
+
+        That closes the communicator and leaves the membership, so that the other ranks do not wait for this one.
+        """
         if self._requests is not None:
             self._requests.close()
         if self.resilient_ops is not None:
@@ -302,11 +305,13 @@ class ElasticTraining(StepListener):
         self._make_resilient(membership, communicator, joins=False)
 
     def _make_requests(self, store: Store, device: torch.device) -> Requests:
-        """Makes the queue of other processes' requests to join; it is closed when this object is garbage-collected.
+        """Makes the queue in which this rank, as rank 0, finds the processes that ask in the store to join the job.
+
+        Every rank makes one, as rank 0 may change. It ends with `close`, or when this object is garbage-collected.
 
         Args:
             store: Store of the membership.
-            device: Device of the gradients.
+            device: Device of the gradients; a joining process must have one of the same type.
         """
         made = Requests(store, self._state.config.timeout, self._shared(device), described(self._bound().module))
         weakref.finalize(self, made.close)

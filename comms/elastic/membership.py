@@ -100,7 +100,13 @@ class View:
 
 
 class EvictedError(PeerError):
-    """Raised on a rank that cannot stay in the job: the other ranks removed it, or there was no agreement to join."""
+    """Raised on a rank or process that cannot take part in an elastic job, whether the others go on without it or not.
+
+    - The other ranks have left it out of the next generation, because they took it for failed.
+    - It has failed and no other rank is left, or its own collectives in flight did not end.
+    - The ranks did not agree in time on who is left, or rank 0 did not publish the members in time.
+    - It asked to join, and the job refused it, or did not answer in time.
+    """
 
 
 class GenerationStore(PollingStore):

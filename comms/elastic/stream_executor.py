@@ -15,7 +15,11 @@ class ResilientStreamExecutor(StreamExecutor):
     """
 
     def release(self) -> None:
-        """Issues the all-gathers that `start` has deferred; raises nothing if there are none."""
+        """Issues the all-gathers that `start` has deferred; with none deferred, a known failure is not raised.
+
+        Raises:
+            CollectiveError: All-gathers are deferred, and a failure is known or they fail.
+        """
         if self._held is not None or self.failures.error is None:
             super().release()
 

@@ -194,10 +194,10 @@ class FragmentAveraging:
         return self.session.compression
 
     def reconnect(self, session: AveragingSession, agreement: Agreement) -> None:
-        """Continues among the ranks that survive a rank failure, and renumbers the compressor's state for them.
+        """Continues with the ranks that are left after a rank failure, and renumbers the compressor's state for them.
 
         Args:
-            session: Session of the surviving ranks, with the compressor of the session before.
+            session: Session of the ranks that are left, with the compressor of the session before.
             agreement: Agreement of the same ranks.
         """
         self.session, self.agreement, communicator = session, agreement, session.communicator

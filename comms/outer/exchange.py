@@ -463,14 +463,15 @@ class OuterExchange:
         self.averaging.messages.announce(self.steps, self.begun)
 
     def _catch_up(self) -> None:
-        """Waits until all ranks are here and have begun equally many exchanges, and then gives all the same step count.
+        """Waits until all ranks have called `synchronize` and begun equally many exchanges, and evens out step counts.
 
-        Ranks may have taken different numbers of steps: a GradScaler skips some, or one rank has less data. A rank that
-        is ahead waits in an exchange and has published its count of exchanges in the store; ranks that are here and
-        have begun fewer start that exchange, too.
+        All go on at the highest step count of any rank, as the schedule counts steps. Ranks may have taken different
+        numbers of them: a GradScaler skips some, or one rank has less data. A rank that is ahead waits in an exchange,
+        and has published its count of exchanges in the store; ranks in this method that have begun fewer start that
+        exchange, too.
 
         Raises:
-            RuntimeError: A rank did not arrive within the time-out, has exited, or has aborted.
+            RuntimeError: A rank did not call `synchronize` within the time-out, has exited, or has aborted.
         """
         messages, timeout = self.averaging.messages, self.averaging.communicator.config.timeout
         deadline = time.monotonic() + timeout.total_seconds()

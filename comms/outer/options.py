@@ -47,7 +47,14 @@ def provisional(given: Mapping[str, int], **others: float) -> OuterSettings:
 
 
 def config_of(config: Config | None, options: Mapping[str, object]) -> Config:
-    """Returns the configuration of an `Outer`, with `DEFAULT_COMPRESSOR` if neither options nor environment name one.
+    """Returns the configuration of an `Outer` from its `config` or its options.
+
+    Without `config`, the options that are not given come from the environment; if neither names a compressor, it is
+    `waterfill2` (`DEFAULT_COMPRESSOR`). A passed `config` is used as it is: without a compressor, it is exact.
+
+    Args:
+        config: Configuration of the user; None if there is none.
+        options: Fields of `Config` by name; empty if `config` is given.
 
     Raises:
         TypeError: Both `config` and `options` are given, or an option has an unknown name.

@@ -384,9 +384,10 @@ class Outer(TrainingState[AveragingSession]):
             buffer.detach().copy_(wide / dist.get_world_size())
 
     def _finish_step(self) -> None:
-        """Ends a step in which only some optimizers have stepped, and makes the choice of settings if it is open.
+        """Ends a step in which only some optimizers have stepped, before a call that needs the step to have ended.
 
-        Ranks that have taken more steps may wait in that choice.
+        If the settings are still to be chosen, it takes part in that choice: ranks that have taken more steps wait in
+        it.
         """
         self._optimizer_steps.finish()
         self.exchange.check_parameters()
@@ -576,5 +577,14 @@ def _abort_with(other: "weakref.ref[Communicator]", where: str, error: Collectiv
 
 
 def _wait_in_turn(device: torch.device, *unused: object) -> None:
-    """Makes the current stream wait before a forward pass on CUDA; a module function, so the model can be pickled."""
+    """Makes the current CUDA stream wait for gradwire's last collective before a forward pass of the model.
+
+    It is needed if communicators of a device run one after the other, because DDP's forward pass may issue collectives
+    on a group of torch's (buffers); else it does nothing. It is a function of the module, so that the model can be
+    pickled.
+
+    Args:
+        device: CUDA device with an index.
+        unused: Arguments of torch's forward pre-hook.
+    """
     devices.wait_for_last(device)

@@ -224,7 +224,13 @@ class ScheduleSelection:
 
     @torch.no_grad()
     def _adopt(self, chosen: Mapping[str, int]) -> None:
-        """Divides the model again, by the chosen settings, keeps the anchors, and sets `is_made`."""
+        """Uses the chosen settings from now on: divides the model into fragments for them, and sets `is_made`.
+
+        Each parameter keeps its anchor: the value, common to all workers, from which its progress is counted.
+
+        Args:
+            chosen: `every`, `fragments` and `delay`, by name.
+        """
         exchange = self._exchange
         every, fragments, delay = (chosen[name] for name in CHOSEN)
         settings = replace(exchange.settings, every=every, fragments=fragments, delay=delay)
