@@ -69,7 +69,17 @@ def agree_on_grid(
 
 
 def _read(polling: PollingStore, key: str, rank: int) -> str:
-    """Waits for the settings that a rank publishes under `key`; names the rank if there are none in time."""
+    """Waits until a rank has published its settings or its error in the store, and returns that text.
+
+    Args:
+        polling: Store of the agreement, whose timeout limits the wait.
+        key: Key under which the rank publishes it.
+        rank: That rank, for the error.
+
+    Raises:
+        RuntimeError: The rank published nothing within the timeout; names it and says that it must call
+            `gradwire.fsdp.apply()`.
+    """
     try:
         return polling.get(key).decode()
     except RuntimeError as failed:

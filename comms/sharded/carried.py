@@ -209,11 +209,12 @@ class LoadedShards:
         self._alike = None if alike is None else alike(self)
 
     def add(self, param_group: str, rows: ShardResidual | SentShards) -> None:
-        """Adds a parameter group's state to what is compared after each load; called when the model is set up.
+        """Adds a parameter group's state to what `compare` compares; called when the model is set up.
 
         Args:
-            param_group: Kind of the state and number of the parameter group, as `residual/3`: the end of its key.
-            rows: The state, whose present content is read after a load.
+            param_group: Kind of the state and number of the parameter group, such as `residual/3`: the end of its key
+                in a checkpoint.
+            rows: The state of this rank. It is described by `note` after a checkpoint was loaded.
         """
         self._rows[rows.key + param_group] = rows
 

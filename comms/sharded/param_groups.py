@@ -503,7 +503,14 @@ def _call_behind(state: Any, name: str, by_hand: bool, callback: Callable[[], No
 
 
 def _finalized_by_hand(state: Any) -> bool:
-    """Returns whether the current backward pass is finalized by the user; always False before torch 2.15."""
+    """Returns whether the user ends the current backward pass by `finalize_backward()`, instead of torch at its end.
+
+    The user chooses that with `set_manual_backward_finalization(True)`, which torch has since 2.15: always False
+    before.
+
+    Args:
+        state: Torch's FSDPState of a module of FSDP2.
+    """
     context = state._state_ctx
     begun = getattr(context, "manual_backward_finalization_active", None)
     return bool(getattr(context, "manual_backward_finalization", False) if begun is None else begun)

@@ -448,18 +448,21 @@ class FsdpState(GradientState[AveragingSession]):
             raise failed
 
     def _whole_sum(self, param_group: ShardedParamGroup, present: tuple[ShardedParameter, ...], flat: Tensor) -> bool:
-        """Adds the earlier micro-batches of the step to a flat shard.
+        """Adds the gradients of a step's earlier micro-batches to a flat shard; all are averaged once, at the last one.
 
         Args:
-            param_group: The parameter group of the flat shard.
+            param_group: Parameter group whose flat shard it is.
             present: Parameters of the group with a gradient in this micro-batch.
-            flat: 1-D flat shard; becomes the sum at the last micro-batch of the step, zero at all others.
+            flat: 1-D flat shard of this micro-batch, changed in place: at the last micro-batch of the step it becomes
+                the sum of all of them. At the others that sum is kept for the next micro-batch, and `flat` becomes
+                zero.
 
         Returns:
-            True at the last micro-batch; False at the others, whose sum is kept.
+            True at the last micro-batch, when `flat` has to be averaged; False at all others.
 
         Raises:
-            RuntimeError: Other parameters had a gradient in the micro-batch before.
+            RuntimeError: Other parameters than in the micro-batch before had a gradient, so the flat shards do not
+                match.
         """
         before = self._partial.pop(id(param_group), None)
         if before is not None and before[0] != present:
@@ -567,7 +570,14 @@ def _refuse_late_param_groups(model: nn.Module | None, param_groups: Sequence[Sh
 
 
 def _kind_of(key: str) -> type | UnionType | None:
-    """Returns the type that the value of a key in a rank's entry must have; None for keys of the compressor."""
+    """Returns the type that a value of a rank's saved state must have, by its key; for the check of a checkpoint.
+
+    Args:
+        key: Key in the state that a rank has saved.
+
+    Returns:
+        The type; None for keys of the compressor between replicas, which checks these itself.
+    """
     fixed: dict[str, type | UnionType] = {SHARDS: int, ROUNDING: int, NODES: str}
     if key.startswith(CARRIED_ON):
         return Tensor
