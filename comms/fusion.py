@@ -159,7 +159,11 @@ class Fusion:
         self._pool = Pool()
 
     def _join(self) -> list[AllReduce]:
-        """Returns all-reduces of the waiting buckets, one for each dtype and device, and clears them."""
+        """Takes all waiting buckets, and returns their all-reduces: one for each dtype and device.
+
+        Buckets that wait alone of their dtype and device may be cut into several all-reduces; see
+        `FusionPlan.piece_nbytes`.
+        """
         groups: list[list[Bucket]] = []
         for bucket in self._waiting:
             group = next((group for group in groups if _joinable(group[0], bucket)), None)
@@ -185,7 +189,14 @@ class Fusion:
         ]
 
     def _joined(self, group: list[Bucket]) -> AllReduce:
-        """Returns one all-reduce of several buckets, which are sent end to end."""
+        """Makes one all-reduce of several buckets: copied end to end into one buffer of the pool, in their order.
+
+        Args:
+            group: Buckets of one dtype and device, at least two; all of them have a layout, or none.
+
+        Returns:
+            The all-reduce, whose layout is that of the joined buckets; None if they have none.
+        """
         layouts = tuple(bucket.layout for bucket in group if bucket.layout is not None)
         layout = _joined_layout(layouts) if len(layouts) == len(group) else None
         return AllReduce([bucket.flat for bucket in group], layout, group, self._pool)

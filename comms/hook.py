@@ -238,7 +238,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._session.communicator.executor.raise_failure()
 
     def _reduce(self, bucket: GradBucket, flat: Tensor, session: GradientSession, now: Mark | None) -> FutureTensor:
-        """Adds a bucket to the step, and starts the all-reduces that are due.
+        """Adds a bucket to the step, and starts the all-reduces that it completes by the fusion plan.
 
         Args:
             bucket: Bucket from DDP.
@@ -291,7 +291,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return arrived.result()
 
     def _send(self, session: GradientSession, arrived: Bucket) -> FutureTensor:
-        """Starts the all-reduces that are due now that a bucket has arrived.
+        """Adds a bucket to the grouping, and starts the all-reduces that it completes: none, or one or more.
 
         Args:
             session: Session of the connected ranks.
@@ -435,7 +435,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             )
 
     def _end_step(self) -> None:
-        """Ends a step: runs once for each backward pass, on all ranks at the same point of the sequence of buckets."""
+        """Sends deferred buckets and calls the listeners, once a backward pass; raises a failure known on CUDA."""
         session = self._connected("backward()")
         self.steps += 1
         if self.steps == 1 and not self.names.bound and self.config.compressor is not None:

@@ -144,7 +144,7 @@ class Lanes:
             del job
 
     def close(self) -> None:
-        """Refuses jobs from now on, and ends every `serve` once all submitted jobs have ended; does not wait."""
+        """Makes `submit` raise from now on, and each `serve` end once all submitted jobs have ended; does not wait."""
         with self._lock:
             self._closed = True
             self._close_if_drained()
@@ -173,15 +173,16 @@ class Lanes:
                 waiting.arrivals.put(_Signal.CLOSE)
 
     def _next(self, waiting: _StageQueue, lane: Lane) -> LaneJob | None:
-        """Removes the next job from a lane's queue and returns it; the caller holds the lock.
+        """Takes the job out of a lane's queue that the lane's thread shall run now; the caller holds the lock.
 
         Args:
-            waiting: Queue of the lane.
+            waiting: Queue of the lane: the jobs expected in the order of submission, and those that have arrived.
             lane: The lane.
 
         Returns:
-            A job that has no place in the order of this lane, else the first in that order; None if neither has
-            arrived.
+            An arrived job that was not submitted for this lane (`visits` lacks it), because nothing waits for its turn;
+            else the first expected job. None if there is no such job and the first expected one has not arrived, even
+            if later ones have.
         """
         passing = next((job for job in waiting.present if lane not in job.visits), None)
         first = waiting.expected[0] if waiting.expected else None

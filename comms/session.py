@@ -408,13 +408,14 @@ class GradientSession(AveragingSession):
             self.communicator.state_loaded()
 
     def fuse(self, plan: FusionPlan) -> None:
-        """Changes which buckets are joined, if all ranks call it with the same plan.
+        """Changes which buckets are joined into all-reduces; all ranks call it with the same plan, between two steps.
 
         Args:
             plan: Fusion plan from the next step on.
 
         Raises:
-            ValueError: The plans differ; nothing is changed on any rank.
+            ValueError: The ranks' plans differ, or a rank did not call it within 30 s (`FUSION_TIMEOUT`). The plan
+                stays.
         """
         self._fusion_plans = self._fusion_plans or self._consensus(f"fusion/{self._name}", FUSION_TIMEOUT)
         self._fusion_plans.same(asdict(plan))
@@ -782,9 +783,11 @@ class GradientState(TrainingState[S]):
             withdraw(model, self._check)
 
     def _warn_of_resume(self) -> None:
-        """Warns that this state does not continue from a checkpoint, though the optimizer does, if residuals are lost.
+        """Warns that the compressor starts afresh, while the optimizer goes on from a checkpoint.
 
-        It is called before the first step of such an optimizer.
+        It is called before the first step of such an optimizer. It warns if the compressor keeps any tensor from step
+        to step, such as a residual or momentum, and this state has not been loaded. It does not for a process that
+        joins a running job, which gets its state from the other ranks.
         """
         if not self._loaded and self.config.join is None and (kept := self._kept_in_words()):
             log.warning(

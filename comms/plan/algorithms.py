@@ -41,11 +41,12 @@ class Messages:
 
 
 def flat_messages(shape: Shape, algorithm: str) -> Messages:
-    """Returns the messages of one all-reduce over all ranks.
+    """Returns the messages that one all-reduce over all ranks sends by an algorithm: sender, receiver, bytes of each.
 
     Args:
         shape: Placement of the ranks.
-        algorithm: `ring`, `tree`, `nvls`, `nvls_tree` or `halving_doubling`.
+        algorithm: `ring`, `tree`, `nvls`, `nvls_tree` or `halving_doubling`. `nvls` gives the messages of `nvls_tree`,
+            which on one node is the same.
 
     Raises:
         ValueError: `algorithm` is unknown.

@@ -188,12 +188,12 @@ def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> floa
 
 
 def alone(processor_seconds: float, share: float) -> float:
-    """Returns the wall-clock seconds of a computation on this rank, without asking other ranks.
+    """Returns the wall-clock seconds of a computation from this rank's figures alone; the default for `measured_price`.
 
     Args:
         processor_seconds: Processor seconds of the computation.
-        share: Part of a core that this rank has: below 1 if more ranks than cores compute, above 1 if it has several
-            threads.
+        share: Processor seconds that this rank gets in a second: below 1 if more ranks than cores compute, above 1 with
+            several threads.
     """
     return processor_seconds / share
 

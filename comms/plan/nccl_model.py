@@ -371,7 +371,14 @@ class NcclModel:
         return self._nics * (2 if doubled else 1)
 
     def _inner_hop(self, protocol: int) -> float:
-        """Returns the latency in seconds of a step inside a node, of a ring that also crosses nodes."""
+        """Returns the seconds of latency that one step inside a node adds to a ring that also crosses nodes.
+
+        It is the larger of NVLink's or PCIe's latency and of the time in which the node's CPU posts a network message;
+        three times that with the protocol Simple. As in NCCL, steps inside a node overlap with posting for the network.
+
+        Args:
+            protocol: `LL`, `LL128` or `SIMPLE`.
+        """
         return max(self._hop[RING][protocol], self._posted * (3 if protocol == SIMPLE else 1))
 
     def _network_hop(self, algorithm: str, protocol: int) -> float:

@@ -33,15 +33,35 @@ class _Region:
 
 
 def even_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
-    """Cuts the elements from `start` to `stop` into nearly equal parts at cache lines; see `Partition`."""
+    """Cuts the elements from `start` to `stop` into parts whose lengths differ by at most 16 (`ALIGN_NUMEL`).
+
+    Each part but the last has a multiple of 16 elements from `start` on, one cache line of float32; some parts are
+    empty if there are fewer than 16 elements for each.
+
+    Args:
+        start: Index of the first element.
+        stop: Index behind the last element.
+        parts: Number of parts.
+
+    Returns:
+        `parts + 1` ascending offsets from `start` to `stop`.
+    """
     return tuple(start + offset for offset in even_bounds(stop - start, parts, ALIGN_NUMEL))
 
 
 def equal_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
-    """Cuts a region into equal parts; the rest, fewer than `parts * ALIGN_NUMEL` elements, joins the last one.
+    """Cuts the elements from `start` to `stop` into parts of one length; the last part also takes the remainder.
 
-    NCCL's reduce_scatter and all_gather take equal slices; ALIGN_NUMEL elements are a multiple of 16 bytes in every
-    dtype, the widest load of a GPU.
+    The length is a multiple of 16 (`ALIGN_NUMEL`) elements, at least 16 bytes in every dtype: the widest load of a GPU.
+    The remainder is fewer than `parts * 16` elements. NCCL's reduce_scatter and all_gather take equal slices.
+
+    Args:
+        start: Index of the first element.
+        stop: Index behind the last element.
+        parts: Number of parts.
+
+    Returns:
+        `parts + 1` ascending offsets from `start` to `stop`.
     """
     return tuple(start + offset for offset in equal_bounds(stop - start, parts, ALIGN_NUMEL))
 

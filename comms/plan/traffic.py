@@ -44,13 +44,21 @@ class Egress:
 
 
 class Shape:
-    """The placement of ranks as arrays.
+    """The placement of ranks as NumPy arrays, so that the bytes of many messages on each level's links are added fast.
+
+    A unit is a rank (level 0), a node (level 1), a rack (level 2), and so on. Siblings are the units inside the same
+    unit of the next level.
+
+    Args:
+        cluster: Placement of the ranks.
 
     Attributes:
-        unit_ids: Number of each rank's unit below each level: the rank itself at level 0, its node at level 1. Units
-            are numbered in the order of their lowest rank.
-        places: Index of that unit among its siblings, for each level and rank.
-        counts: Number of those siblings, itself included, for each level and rank.
+        size: Number of ranks.
+        depth: Number of levels.
+        unit_ids: For each level, the number of each rank's unit, (size) int: the rank itself at level 0, its node at
+            level 1. Units are numbered in the order of their lowest rank.
+        places: For each level, the index of each rank's unit among its siblings, (size) int.
+        counts: For each level, the number of those siblings, the unit itself included, (size) int.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -84,10 +84,10 @@ class Pool:
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Returns a buffer of `take` to the pool; nothing may read or write it afterwards.
+        """Takes back a buffer that `take` has returned, for a later `take`; CUDA buffers are dropped instead.
 
         Args:
-            buffer: The buffer.
+            buffer: The buffer; nothing may read or write it afterwards.
         """
         if buffer.device.type != "cuda":
             with self._lock:

@@ -42,13 +42,15 @@ GIVING_UP_SECONDS = 2.0
 
 @dataclass(slots=True, eq=False)
 class _ChunkJob(LaneJob):
-    """A job of this executor: a chunk, an operation without a plan, or a migration of compression state.
+    """Work for the lanes' threads: a chunk of an all-reduce, a collective without a plan, or a migration of state.
+
+    A lane is a pipeline stage with a thread of its own; a chunk passes from lane to lane, in which its phases run.
 
     Attributes:
-        run: All-reduce that the chunk belongs to; None for a migration, which completes no future.
-        name: Name of an operation without a plan, for errors; empty for a chunk.
-        stays: Whether the thread of the first lane takes it through all lanes.
-        start: First element of the chunk.
+        run: All-reduce that the chunk belongs to; None for a migration of compression state, which completes no future.
+        name: Name of the collective without a plan, or of the migration, for errors; empty for a chunk.
+        stays: Whether the thread of the first lane runs the chunk through all its phases, without passing it on.
+        start: Index of the chunk's first element in the all-reduce.
     """
 
     run: RunningAllReduce | None = None
@@ -308,7 +310,7 @@ class LaneExecutor(Executor):
             finish(job.run.all_reduce, job.run.flat, error, None)
 
     def release(self) -> None:
-        """Does nothing: lanes hold nothing back."""
+        """Does nothing: this executor defers no part of an all-reduce."""
 
     def extremes(self) -> list[Tensor]:
         """Returns none: on a CPU the averages themselves are checked when their futures are done."""

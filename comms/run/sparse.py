@@ -172,12 +172,14 @@ def _rows(sparse: Tensor, scale: float) -> Rows:
 
 
 def _owned(sharing: Sharing, rank: int, shape: Sequence[int]) -> range:
-    """Returns the keys of all rows that an owner owns, whether or not a rank has looked them up.
+    """Returns the keys of all rows that a rank sums as their owner, of those in the gradient and of those that are not.
+
+    A row's key is its index among all rows; owner k of n has the keys k, k + n, k + 2n, ...
 
     Args:
         sharing: Assignment of rows to owners, seen from `rank`.
         rank: An owner.
-        shape: Sizes of the sparse dimensions.
+        shape: Sizes of the sparse dimensions, whose product is the number of rows.
     """
     return range(sharing.node.index(rank), prod(shape), sharing.owners)
 

@@ -87,7 +87,11 @@ def refuse_without_option(**given: object) -> None:
 
 
 class OptionalMembers:
-    """Members of `HookState` that belong to an option, and raise if it is not set."""
+    """Members of `HookState` that belong to an option.
+
+    Without `reduction="samples"`, `samples` is None and cannot be assigned (ValueError). Without `elastic`, `view` and
+    `changes` raise RuntimeError, and `admit_joining` does nothing.
+    """
 
     config: Config
     _samples: int | None = None
@@ -139,7 +143,7 @@ class OptionalMembers:
         raise RuntimeError("there are no changes: `elastic` is not set, or no model is bound yet")
 
     def admit_joining(self) -> None:
-        """Admits the processes that wait to join; the model calls it before each forward pass in elastic training."""
+        """Admits processes that wait to join an elastic job, before a forward pass; does nothing without `elastic`."""
 
     def _step_options(self, session: WeighsRanks, model: "DistributedDataParallel | None", *, has_inputs: bool) -> None:
         """Sets how much this rank's gradients weigh in the step that begins, if the ranks do not all weigh the same.

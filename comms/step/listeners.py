@@ -193,7 +193,7 @@ class Listeners:
         self.for_buckets = tuple(each for each in self._made.values() if each.wants_buckets)
 
     def get(self, name: str) -> StepListener | None:
-        """Returns a listener by its name in `ORDER`; None if its feature is off."""
+        """Returns the listener that was added under a name of `ORDER`; None if there is none."""
         return self._made.get(name)
 
     @property
@@ -203,17 +203,17 @@ class Listeners:
 
     @property
     def wants_arrivals(self) -> bool:
-        """Whether a listener needs the arrival time of each bucket."""
+        """Whether a listener needs the time at which each bucket arrives at the hook, even if the step is not timed."""
         return any(each.wants_arrivals for each in self._made.values())
 
     @property
     def wants_times(self) -> bool:
-        """Whether a listener needs this step timed."""
+        """Whether a listener needs the next step timed on CUDA, where only a few steps are timed otherwise."""
         return any(each.wants_times for each in self._made.values())
 
     @property
     def ends_after_ddp(self) -> bool:
-        """Whether steps end after DDP's own part of the backward pass."""
+        """Whether a listener needs steps to end only after DDP's own callback, which writes averages into gradients."""
         return any(each.ends_after_ddp for each in self._made.values())
 
     def step_began(self, steps: int) -> None:

@@ -190,7 +190,13 @@ class PassesPerStep(StepListener):
 
 
 def _values(parameter: Tensor) -> Tensor:
-    """Returns the first `SAMPLE_NUMEL` elements of a parameter in the order of its memory."""
+    """Returns a view of the first 256 elements (`SAMPLE_NUMEL`) of a parameter's memory, 1-D; fewer if it has fewer.
+
+    They are compared between two passes: a difference shows that the weights have moved, even by a change of `.data`.
+
+    Args:
+        parameter: Parameter of any shape.
+    """
     whole = parameter.detach()
     return whole.as_strided((min(whole.numel(), SAMPLE_NUMEL),), (1,))
 

@@ -20,24 +20,27 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A TCP connection of this process.
+    """A TCP socket of this process that gloo has opened, connected or listening: to shut it down, or close its copy.
+
+    Gloo does not name its sockets, so they are recorded by number.
 
     Attributes:
         descriptor: File descriptor.
-        inode: Number of the socket: it tells this socket from a later one with the same descriptor.
+        inode: Number of the socket in the kernel, by which a later socket with the same descriptor is told from this
+            one.
     """
 
     descriptor: int
     inode: int
 
     def leave_to_parent(self) -> None:
-        """Closes this process's copy of the connection, in a forked child."""
+        """Closes the copy of the socket that a forked child has inherited; called in the child."""
         with suppress(OSError):  # closed before the fork
             if os.fstat(self.descriptor).st_ino == self.inode:
                 replace_descriptor(self.descriptor)
 
     def shut_down(self) -> None:
-        """Shuts down the connection for both ends, unless it is closed. The descriptor stays open for its owner."""
+        """Shuts the connection down for both ends, if it is still open. The descriptor stays open for its owner."""
         try:
             copy = os.dup(self.descriptor)
         except OSError:  # closed by its owner

@@ -202,9 +202,11 @@ class Devices:
         return bool(self._issuers.get(device.index))
 
     def wait_for_last(self, device: torch.device) -> None:
-        """Makes the current stream wait for the last collective, if communicators run one after the other here.
+        """Makes the current stream wait for gradwire's last collective on a device, if these are serialized there.
 
-        Needed before torch issues a collective on a group of its own that the current stream will wait for.
+        They are if the kernels of all communicators do not fit on the device together; else this does nothing. It is
+        called before torch issues a collective on a group of its own: two communicators whose kernels wait for room on
+        the device, in different orders on two ranks, would hang.
 
         Args:
             device: CUDA device with an index.

@@ -156,12 +156,18 @@ class NcclCalls:
         self._sums_in_switch = sums_in_switch
 
     def own_slice(self, whole: Tensor, numel: int, *, summing: _Summing | None = None) -> Call:
-        """Returns the call of an all-gather of equal slices, in place, or of a reduce-scatter.
+        """Returns the call of an all-gather or a reduce-scatter of equal slices of one tensor, in place.
+
+        This rank's slice is `whole[rank * numel : (rank + 1) * numel]`. The all-gather sends it and overwrites the
+        others; the reduce-scatter overwrites it with its sum over the ranks, and reads the others.
 
         Args:
-            whole: All slices, one after the other.
+            whole: 1-D tensor of size * numel elements: a slice for each rank, in rank order. Changed in place.
             numel: Elements of a slice.
-            summing: Reduction of a reduce-scatter; None for an all-gather.
+            summing: Options of the reduction of a reduce-scatter; None for an all-gather.
+
+        Returns:
+            A function that issues the collective on torch's group and returns its work.
         """
         own = whole[self.rank * numel : (self.rank + 1) * numel]
         if summing is None:
@@ -293,7 +299,7 @@ class NcclTransport:
 
     @property
     def communicator(self) -> object:
-        """Torch's group."""
+        """Torch's process group whose NCCL communicator this uses; a launch order counts each of these once."""
         return self._group
 
     def connect(self, device: torch.device, timeout: timedelta) -> None:
@@ -649,14 +655,18 @@ def multiplies_exactly(dtype: torch.dtype, scale: float) -> bool:
 
 @lru_cache(maxsize=1024)
 def _divided(bounds: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Divides slices into equal ones, which one call handles, and the rest.
+    """Divides the ranks' slices of a tensor into equal ones, which one NCCL call handles, and what is left.
+
+    NCCL's all-gather and reduce-scatter take slices of one length. Slices are cut by `equal_bounds`: of one length, and
+    the last one with the remainder.
 
     Args:
-        bounds: `size + 1` ascending offsets of the ranks' slices.
+        bounds: `size + 1` ascending offsets of the ranks' slices in the tensor.
 
     Returns:
-        Elements of each equal slice, and (rank, start, stop) of each rest: what the last slice has beyond that. If the
-        slices are not equal: 0, and all slices that are not empty.
+        Elements of each equal slice; and (rank, start, stop) of what is left, to be sent by itself: the remainder in
+        the last rank's slice, if there is one. If the slices are not of that form: 0, and all slices that are not
+        empty.
     """
     size, numel = len(bounds) - 1, equal_slices(bounds)
     slices = tuple((rank, start, stop) for rank, (start, stop) in enumerate(pairwise(bounds)) if stop > start)

@@ -73,7 +73,7 @@ class LinkState:
 
 
 def connection_states() -> dict[str, LinkState]:
-    """Reads the kernel's counters of this process's TCP connections with other hosts.
+    """Reads the kernel's counters of this process's TCP connections whose two ends have different addresses.
 
     Returns:
         `own address>peer's address` -> sum of the counters of the connections between the two; empty if the kernel is
@@ -237,19 +237,24 @@ def states_of_hosts(links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping
 
 
 def slow_links(done: Mapping[Pair, LinkState], seconds: float) -> dict[str, Slowness]:
-    """Returns the links that are much slower than another link that carried about as many bytes.
+    """Returns the links that are slower than another link that carried about as many bytes in the same time.
 
-    By how much, and how many bytes: `SLOWER` and `ALIKE`. Links that had data to send for less than `BUSY_SHARE` of the
-    slice are not named. If more than half of all links are slow, the network is uneven and none is named; but if the
-    slow links are all links of one host, the host is.
+    Only links count that carried 1 MiB (`LEAST_NBYTES`) and were busy, that is, had data to send. Their rate is bytes
+    over busy seconds. The rules, in this order:
+
+    1. A link is slow if its busy seconds are a quarter of the slice or more (`BUSY_SHARE`), and its rate is at most
+    half (`SLOWER`) of the highest rate of the other links with half to twice as many bytes (`ALIKE`).
+    2. If there are two slow links or more, and they are all links from and to just one host, that host is named.
+    3. If more than half of the links that count are slow, none is named: the network is uneven.
+    4. Else each slow link is named.
 
     Args:
         done: (Host that sends, host that receives) -> increase of the link's counters during a slice.
         seconds: Length of the slice.
 
     Returns:
-        Name of the link -> its rate beside that of the faster one. Slow links of one host have one entry, with its
-        slowest link. Names are as in `SlowLink.which`: `from node1 to node2`, or `of node2` for a host.
+        Name -> comparison with the faster link. Names are as in `SlowLink.which`: `from node1 to node2`, or `of node2`
+        for a host, whose comparison is that of its slowest link.
     """
     used = {pair: each for pair, each in done.items() if each.nbytes >= LEAST_NBYTES and each.busy_seconds > 0}
     slow = {}

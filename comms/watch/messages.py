@@ -160,7 +160,7 @@ class MessageNotes:
         ]
 
     def remove(self) -> None:
-        """Restores torch's methods."""
+        """Restores torch's own methods that `install` has wrapped, and forgets messages that are not waited for yet."""
         while self._undo:
             self._undo.pop()()
         self._open.clear()

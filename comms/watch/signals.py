@@ -117,7 +117,11 @@ class Signals:
             self._mine = []
 
     def hold_abort(self, seconds: float) -> None:
-        """Makes aborts of C++ wait for `let_abort_go` from now on. To be called repeatedly, because handlers change.
+        """Delays C++ aborts (SIGABRT) from now on, so that the watch can write its report before the process ends.
+
+        An abort then waits for `let_abort_go`, or `seconds`, and is among the signals of `come` as `HELD_ABORT`. It is
+        called again and again, because a library may have replaced the handler since. It does nothing if this object
+        receives no signals, or if the interpreter does not say which handler there is.
 
         Args:
             seconds: Longest time for which an abort is held.

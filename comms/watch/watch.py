@@ -248,7 +248,13 @@ class Watch:
             self._metrics.step_ended(lambda: report)
 
     def _open_metrics(self, session: "Session") -> None:
-        """Opens the port or file of the metrics on the rank that has the report, once; logs an error if that fails."""
+        """Opens the file or port for the metrics, at the first session in which this rank has the job's report: rank 0.
+
+        Does nothing if no metrics were asked for, or if it has been done. An error is logged, and not tried again.
+
+        Args:
+            session: Session that has just begun.
+        """
         if self._metrics_to is None or session.report is None or self._metrics is not None:
             return
         from gradwire.comms.observe.metrics import Metrics
