@@ -43,10 +43,12 @@ def request(key: str, value: str) -> bytes:
 
 
 class StartNotice:
-    """Thread that reports this rank's start to the store, before torch is imported.
+    """Thread that writes into the launcher's store that this rank has started, before torch is imported.
+
+    It tries every half second for up to five minutes, until the store takes it or `end` is called.
 
     Args:
-        address: Host of the launcher's store.
+        address: Host of the store.
         port: TCP port of the store.
         rank: This rank.
     """

@@ -50,6 +50,11 @@ class Control:
         store: Store that all ranks reach.
         rank: This rank.
         size: Number of ranks.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        store: Store that all ranks reach.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:

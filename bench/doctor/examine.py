@@ -88,7 +88,9 @@ SUSPECT = 0.75
 
 
 def open_control(start: Start) -> Control:
-    """Connects to the store that the launcher or rank 0 serves, without waiting for the other ranks.
+    """Connects to the store that the launcher serves or, if it serves none, rank 0; rank 0 then serves it from here on.
+
+    Other ranks wait for the store up to `ARRIVE` (5 minutes); no rank waits for the others.
 
     Args:
         start: Rank, size and store address of this process.
@@ -131,6 +133,10 @@ class _Examination:
         """Facts so far; complete on rank 0 only."""
 
     def run(self) -> JobFacts | None:
+        """Runs all parts of the examination, and returns the facts on rank 0, None on the other ranks.
+
+        If ranks have not joined within `ARRIVE`, nothing is measured: rank 0 returns which ones are missing.
+        """
         # Wait for all ranks; without one of them nothing can be measured.
         self._wanted.show_progress("waiting for all ranks")
         missing = self._control.arrive(ARRIVE, self._late)
@@ -286,7 +292,12 @@ class _Examination:
             errors.append(str(problem).splitlines()[0][:300])
 
     def _exchange_nodes(self) -> None:
-        """Gathers each rank's facts on rank 0, and broadcasts the ranks, addresses and ports of the nodes."""
+        """Gathers each rank's facts on rank 0, and tells all ranks which of them share a node and how to reach it.
+
+        Before that, the first rank of each node runs the checks of gdr-check, and reads the states of the node's GPUs.
+        Sets `_layout` (addresses, ports and MTUs of the nodes, and interfaces not in use), `_nodes` (ranks of each
+        node), `_node` (number of this rank's node) and `_leads` (whether this is the first rank of its node).
+        """
         self._wanted.show_progress("reading the machines of all ranks")
         first_here = (self._own.local_rank or 0) == 0
         if first_here:
@@ -335,7 +346,10 @@ class _Examination:
             self._facts = with_script(self._facts, self._wanted, runs)
 
     def _foreign(self) -> None:
-        """Measures other programs' traffic: the rates of each node's NIC while no rank sends. The maximum is kept."""
+        """Measures other programs' traffic on each node: the byte rates of gloo's NIC while no rank sends.
+
+        It is called before and after the links are measured; for each node the larger of the two measurements is kept.
+        """
         self._wanted.show_progress("listening for other traffic")
         self._control.barrier(TIMEOUT)
         name = self._own.gloo_interface or ""
@@ -441,7 +455,10 @@ class _Examination:
         )
 
     def _other_interfaces(self) -> None:
-        """Measures up to four interfaces that the job does not use, between the pairs of one round."""
+        """Measures up to four interfaces that the job does not use, between each node and one partner at most.
+
+        The rate of the slower direction is kept; 0 if the nodes do not reach each other over the interface.
+        """
         others: list[dict[str, str]] = self._layout["others"]
         if not any(others):
             return
@@ -530,7 +547,11 @@ class _Examination:
         )
 
     def _backends(self) -> None:
-        """Times a short all-reduce of every backend that this job can use."""
+        """Times a short all-reduce of each backend that this job can use.
+
+        Nothing is timed if gloo has not connected all ranks, or if packets of full size are lost; the latter gives a
+        note.
+        """
         # Without gloo there is no control group; with lost packets the all-reduces would hang.
         if not self._gloo:
             return
@@ -582,7 +603,10 @@ def _second_hand(failed: BackendTime) -> tuple[bool, bool]:
 
 
 def suspect_nodes(facts: JobFacts) -> list[tuple[int, int]]:
-    """Returns at most three nodes that are far slower than the others, each paired with the fastest node.
+    """Returns nodes whose cores look slow, each paired with the fastest node, to be measured again.
+
+    These are the up to three slowest of the nodes whose speed is less than 75 % (`SUSPECT`) of the median of the
+    others.
 
     Args:
         facts: Facts with the speed of each rank's core.
@@ -613,7 +637,7 @@ def node_work(facts: JobFacts) -> dict[int, float]:
 
 
 def _local_addresses() -> set[str]:
-    """Returns the local addresses of this process's connections to other hosts."""
+    """Returns the local addresses of this process's TCP connections to other addresses, as those to other hosts."""
     return {own.removeprefix("::ffff:") for own, _, _ in outside_connections()}
 
 

@@ -402,9 +402,9 @@ def gdr_verdicts() -> tuple[tuple[str, str, str], ...]:
 
 
 def gpu_states() -> tuple[GpuState, ...]:
-    """Reads the clocks of this machine's GPUs, and why the driver lowers them. Call it while the GPUs compute.
+    """Reads the states of this machine's GPUs by NVML: clocks, why the driver lowers them, peer access, NVLink domain.
 
-    Empty without an NVIDIA driver.
+    Call it while the GPUs compute, because idle GPUs have low clocks. Empty without an NVIDIA driver.
 
     Source: NVML API reference, nvmlDeviceGetCurrentClocksEventReasons and its constants.
     """

@@ -171,11 +171,12 @@ def _faster_backend(facts: JobFacts) -> str:
 
 
 def computed_seconds(facts: JobFacts) -> tuple[float, float] | None:
-    """Returns the seconds of a step without communication: of the backward pass, and of all else; None if unknown.
+    """Returns the seconds of a step without communication: (backward pass, all else); None if they are not known.
 
-    A script's backward pass ends with the wait for its exchange. Without GPUs its computing is taken as twice the
-    forward pass, but as no less than what of it no exchange is in flight in. Otherwise the step is divided by the model
-    of `comms/plan/overlap.py`; one that is shorter than its exchange has no known parts.
+    On CPUs with `--script` they come from the measured parts of the step. The backward pass there includes the wait for
+    its exchange; its computing is taken as twice the forward pass, but as at least the part of it in which no exchange
+    is in flight, and at most all of it. Otherwise the known step is divided by the model of `comms/plan/overlap.py`; a
+    step that is not longer than its exchange has no known parts.
 
     Args:
         facts: Measurements of the job.
@@ -198,9 +199,11 @@ def computed_seconds(facts: JobFacts) -> tuple[float, float] | None:
 
 
 def _mended(facts: JobFacts, found: Sequence[Diagnosis]) -> tuple[str, list[int], list[int], float, float]:
-    """Returns the cluster with its links mended.
+    """Returns what `gradwire predict` needs of this cluster, with the links' rates after the findings' fixes.
 
-    That is the preset of a node, each node's ranks and its NIC's rate in Mbit/s, and round trip in seconds and loss.
+    Returns:
+        (Preset of a node; ranks of each node; NIC rate of each node in Mbit/s; round trip in seconds; share of lost
+        packets). Round trip and loss are 0 unless the nodes are far apart and train on CPUs.
     """
     # Here, because one machine is examined without torch, which this module needs.
     from gradwire.comms.plan.machine_cluster import payload_share
@@ -261,7 +264,7 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
 
 
 def headline(facts: JobFacts) -> list[str]:
-    """Returns the first lines of the report: the gradients' size, and the least time of their exchange."""
+    """Returns the first lines of the report: the parts of a step, the gradients' size, least time of their exchange."""
     lines = [split] if (split := _split_line(facts)) else []
     size = nbytes(facts.gradient_nbytes)
     given = "" if facts.gradient_nbytes != DEFAULT_GRADIENT_NBYTES else " (say --gradient-mb, or --script train.py)"
@@ -292,7 +295,7 @@ def headline(facts: JobFacts) -> list[str]:
 
 
 def _split_line(facts: JobFacts) -> str:
-    """Returns a sentence on the parts of a step of the user's script, on the usual rank; empty without `--script`."""
+    """Returns a sentence on the parts of a step of the user's script, on the median rank; empty without `--script`."""
     parts = step_split(facts)
     if not parts or facts.step_seconds is None:
         return ""

@@ -44,13 +44,16 @@ def _per_second(values: torch.Tensor, seconds: float) -> float:
 
 
 def threads_seconds(fair: int, seconds: float) -> tuple[float, float]:
-    """Returns the median seconds of an operation with torch's number of threads, and with `fair` threads.
+    """Returns the median seconds of a multi-threaded operation, the sine of 2**20 numbers, with two numbers of threads.
 
     The two alternate, so that other load slows both.
 
     Args:
         fair: Number of threads for which there are cores.
         seconds: Length of each of the six measurements.
+
+    Returns:
+        (Seconds with torch's own number of threads, seconds with `fair` threads).
     """
     own = torch.get_num_threads()
     values = torch.ones(WIDE_NUMEL)

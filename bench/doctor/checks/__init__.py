@@ -171,7 +171,11 @@ def _at_most_measured(each: Diagnosis, facts: JobFacts) -> Diagnosis:
 
 
 def _explains(cause: Diagnosis, symptom: Diagnosis, facts: JobFacts) -> bool:
-    """Returns whether one finding may cause another. Of two that explain each other the more expensive is the cause."""
+    """Returns whether one finding may cause another, by `EXPLAINS`.
+
+    The two must have a node in common, unless the cause stops the whole process group (`EVERYWHERE`), one of them names
+    no node, or the job has just two nodes. Of two that explain each other the more expensive is the cause.
+    """
     if symptom.key not in EXPLAINS.get(cause.key, ()):
         return False
     if cause.key in EXPLAINS.get(symptom.key, ()) and symptom.cost_seconds > cause.cost_seconds:

@@ -42,7 +42,7 @@ def _limit(ranks: Sequence[RankFacts]) -> float:
 
 
 def shared_memory(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports a /dev/shm that is too small, as in containers, or full."""
+    """Reports nodes whose /dev/shm is too small (below 256 MiB, as in containers) or full (below 32 MiB free)."""
     failed = [each for each in facts.backends if each.error and "shared memory" in each.error]
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         size, free = ranks[0].shm_nbytes, ranks[0].shm_free_nbytes
@@ -142,7 +142,10 @@ def _threads_fix(cores: float, count: int) -> tuple[str, ...]:
 
 
 def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports nodes whose cores were far slower than another node's in several tries."""
+    """Reports nodes whose cores were far slower than a good node's in several tries while no other node computed.
+
+    That is a median speed below 70 % of the good node's, and no try above 95 %.
+    """
     names = facts.names
     for name, ranks in zip(names, facts.nodes, strict=True):
         share = _share(facts.work, ranks)
@@ -177,14 +180,14 @@ def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _share(work: Sequence[CoreWork], ranks: Sequence[RankFacts]) -> float | None:
-    """Returns the node's median speed over a good node's; None if it is not slow."""
+    """Returns the median over several tries of a node's speed over a good node's; None if the node is not slow."""
     numbers = {each.rank for each in ranks}
     tries = next((each.again for each in work if each.rank in numbers and each.again), ())
     return median(tries) if tries and median(tries) < SLOW_NODE and max(tries) < NEVER_ABOVE else None
 
 
 def slow_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports GPUs whose driver lowers the clock for heat or power."""
+    """Reports GPUs whose clock the driver or the hardware lowers for heat, power or a fault."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         bad = [gpu for gpu in ranks[0].gpus if gpu.slowed_by]
         if bad:
@@ -250,7 +253,7 @@ def no_peer_to_peer(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def gpudirect(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports failed checks of `gradwire gdr-check`: NICs reach GPU memory through the host's memory."""
+    """Reports nodes on which a check of gdr-check failed, so that NICs reach GPU memory through the host's."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         failed = [each for rank in ranks for each in rank.gdr if each[0] == "fail"]
         if failed:

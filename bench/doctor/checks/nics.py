@@ -16,7 +16,10 @@ NICs together are slower than that, the finding is only a remark."""
 
 
 def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports the fastest NIC that reaches other nodes and is not used, with the rate that both would have together."""
+    """Reports the fastest NIC that reaches other nodes and that neither gloo nor, on GPUs, NCCL uses.
+
+    Its rate must be 10 % to 140 % of the rate in use; a faster one is a finding of `wrong_interface`.
+    """
     names = facts.names
     # Find the unused NICs that would add something, and that this program is fast enough to judge.
     used = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}

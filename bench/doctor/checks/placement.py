@@ -9,7 +9,10 @@ from gradwire.topology.wording import listed, rate
 
 
 def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports ranks that are assigned to the nodes round robin, so that neighbours in rank order are on other nodes."""
+    """Reports an order of ranks in which neighbours are on other nodes, as round-robin assignment makes it.
+
+    It is a finding if a ring in rank order crosses the busiest node's network card more than once at a time.
+    """
     node_of = {each.rank: place for place, ranks in enumerate(facts.nodes) for each in ranks}
     cost = ring_cost(node_of)
     if cost <= 1:

@@ -13,7 +13,7 @@ NO_GPUS = "no rank has a GPU here: it costs nothing until one has"
 
 
 def harmful_variables(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports variables of the table that are set to a harmful value."""
+    """Reports environment variables that are set to a value that `topology/nccl_variables.py` lists as harmful."""
     for rule in HARMFUL:
         ranks = [each for each in facts.ranks if rule.name in each.variables and rule.hurts(each.variables[rule.name])]
         if not ranks:
@@ -43,7 +43,10 @@ def harmful_variables(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def differing_variables(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports variables of NCCL that differ between ranks, which must make the same choices."""
+    """Reports variables of NCCL that differ between ranks, though these must make the same choices by them.
+
+    Variables of a node's devices, and of debugging, may differ (`MAY_DIFFER`).
+    """
     names = {name for each in facts.ranks for name in each.variables if name.startswith("NCCL_")}
     for name in sorted(names):
         if name.endswith(MAY_DIFFER) or "_DEBUG" in name:

@@ -87,7 +87,10 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def failing_backends(facts: JobFacts) -> list[Diagnosis]:
-    """Reports backends whose all-reduce failed for a reason that no other check reports."""
+    """Reports backends whose all-reduce failed for a reason that no other check reports.
+
+    Lack of shared memory is reported by `machine.shared_memory`, lost packets by `network.packet_sizes`.
+    """
     lost = any(pair.packets_pass is False for pair in facts.pairs)
     return [
         Diagnosis(

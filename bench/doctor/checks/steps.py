@@ -31,13 +31,17 @@ GPU_STEP_SECONDS = 1.0
 
 
 def step_split(facts: JobFacts) -> dict[str, float]:
-    """Returns the parts of a step of the median rank -> seconds, the largest first; empty if no script was run.
+    """Returns the parts of a step of the user's script in seconds, on the median rank; empty if no script was run.
 
-    The activities of its main thread, and two parts of the time in which a collective is in flight, which overlap with
-    the activities: `exchange`, as long as on the latest rank, and `waiting for late ranks`, the rest.
+    The median rank is that by the time with a collective in flight. Its parts are the activities of its main thread,
+    and two parts of the time with a collective in flight, which overlap with the activities: `exchange`, as long as on
+    the rank with the least such time (the others wait for it), and `waiting for late ranks`, the rest.
 
     Args:
         facts: Measurements of the job.
+
+    Returns:
+        Part -> seconds, the largest first, without parts of less than 5 ms.
     """
     runs = _split_runs(facts)
     if not runs:
@@ -76,7 +80,10 @@ def waited_seconds(facts: JobFacts, ranks: Collection[int]) -> float | None:
 
 
 def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports the rank with the least time in collectives: the others arrive earlier, and wait for it."""
+    """Reports the rank with the least time in collectives: the others arrive earlier, and wait for it.
+
+    The median rank must have 5 ms and 15 % of a step more of that time (`LATE`).
+    """
     runs = _split_runs(facts)
     waits = waited_seconds(facts, range(len(runs)))
     if waits is None or waits < LATE.of(facts.step_seconds or 0.0):
@@ -173,7 +180,11 @@ WASTES = (
 
 
 def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports scripts with far more all-reduces in a step than the gradients need: accumulation, buckets, logging."""
+    """Reports scripts with more than 1.5 times as many all-reduces in a step as DDP's buckets of the gradients need.
+
+    Their time beyond one exchange of the gradients must be 5 ms or more. Causes are accumulation, small buckets,
+    logging.
+    """
     runs = _split_runs(facts)
     if not runs or len(facts.nodes) < 2:
         return
@@ -248,7 +259,7 @@ def unused_parameters(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def wasted_steps(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports that the median rank's main thread waits for its data loader, or saves checkpoints, in every step."""
+    """Reports that the median rank's main thread waits for data 15 % of a step, or saves checkpoints 10 % of it."""
     runs = _split_runs(facts)
     if not runs or facts.step_seconds is None:
         return

@@ -39,7 +39,11 @@ DEFAULT_TCP_NBYTES = 128 << 10
 
 
 def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports pairs that lose packets although the link is not full."""
+    """Reports in one finding pairs of nodes that lose packets although the link is not full.
+
+    Of a flow paced below half of the link's rate 0.1 % of the segments, and 4 of them, must be lost in one direction.
+    Pairs that were measured fewer than 3 times do not count.
+    """
     # Only pairs that were measured several times count.
     confirmed = (pair for pair in facts.pairs if pair.times >= CONFIRMED)
     lossy = [pair for pair in confirmed if max(_lost_shares(pair, facts.good_rate())) > 0]
@@ -129,7 +133,7 @@ def _has_overrun(pair: PairRates, share: float, one: float, good: float) -> bool
 
 
 def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports receive windows and send buffers that are too small for rate times round trip."""
+    """Reports in one finding receive windows and send buffers that are too small for rate times round trip."""
     # Keep the confirmed pairs whose connection a window or buffer limits.
     good = facts.good_rate()
     held = [pair for pair in facts.pairs if pair.times >= CONFIRMED and _held(facts, pair, good)]
@@ -199,7 +203,7 @@ def _limits(facts: JobFacts, node: int) -> tuple[int | None, int | None]:
 
 
 def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports pairs of nodes that could not connect, and the node that all of them share."""
+    """Reports in one finding pairs of nodes that could not connect; names the node that is in all of them, if any."""
     if not facts.unreached:
         return
     names = facts.names
@@ -230,7 +234,7 @@ def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports NICs of the job that carry traffic while no rank sends any: other programs use the links."""
+    """Reports NICs that carry 5 % of a healthy link's rate or more while no rank of the job sends anything."""
     busy = [node for node in range(len(facts.nodes)) if facts.foreign_share(node) >= FOREIGN_SHARE]
     if not busy or not facts.pairs:
         return
@@ -260,7 +264,10 @@ def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def slow_exchange(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Reports that the fastest all-reduce takes far longer than the measured links and processors need for it."""
+    """Reports that the fastest backend's all-reduce takes far longer than the measured links and processors need.
+
+    It must take 1.5 times as long and 5 ms more.
+    """
     timed = [each for each in facts.backends if _best(each) is not None]
     if not timed or len(facts.nodes) < 2 or not facts.pairs:
         return
