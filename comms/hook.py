@@ -204,7 +204,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
         Raises:
             RuntimeError: No bucket has been reduced yet.
-            ValueError: On all ranks: they do not ask for the same plan.
+            ValueError: On all ranks: their plans differ, or one did not call it within 30 s; the plan stays.
         """
         self._connected("fuse()").fuse(plan)
 
