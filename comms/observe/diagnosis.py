@@ -61,7 +61,7 @@ def behind_median(waits: Sequence[float]) -> list[float]:
 
 
 def is_behind(delays: Sequence[float], lengths: Sequence[float], margin: Margin, *, exceptions: int = 0) -> bool:
-    """Returns whether a rank is behind in all but a few observations.
+    """Returns whether a rank arrived later than the median rank, by more than a margin, in all but a few observations.
 
     Args:
         delays: Time by which it waited less than the median rank, for each observation.
@@ -89,7 +89,7 @@ def excesses(activities: Mapping[int, Mapping[str, float]], rank: int) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of one rank in a sequence of collectives or messages.
+    """How far one rank has come in a sequence of collectives, or of messages between two ranks.
 
     Attributes:
         issued: Number of the last collective or message that it has issued, from 1.
@@ -104,14 +104,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A sequence of collectives in which nothing moves.
+    """A sequence of collectives, or of messages between two ranks, in which ranks wait without progress.
 
     Attributes:
-        group: Name of the sequence: a group, or a channel of messages.
-        number: Number of the collective in which ranks wait.
-        seconds: Time for which they have waited.
-        waiting: Ranks that have issued it.
-        missing: Ranks that have not.
+        group: Name of the sequence: a process group, or a channel of messages.
+        number: Number of the collective in which ranks wait, from 1; the earliest one if they wait in several.
+        seconds: Longest time without progress of a waiting rank.
+        waiting: Ranks that wait in this sequence.
+        missing: Ranks that have not issued that collective, but still publish how far they are.
         silent: Ranks that no longer publish anything, or never did.
     """
 
@@ -126,13 +126,13 @@ class Stuck:
 def find_stuck(
     group: str, ranks: Sequence[int], positions: Mapping[int, Position], silent: Sequence[int]
 ) -> Stuck | None:
-    """Returns the collective in which a sequence is stuck, and the ranks that are missing; None if no rank waits.
+    """Returns the earliest collective of a sequence in which a rank waits, and who is missing; None if none waits.
 
     Args:
         group: Name of the sequence.
         ranks: Ranks that take part in it.
-        positions: Rank -> its newest position; a rank that is neither here nor silent has not issued anything.
-        silent: Ranks that no longer publish anything. Their positions are out of date.
+        positions: Rank -> how far it has come; a rank that is neither here nor silent has not issued anything.
+        silent: Ranks that no longer publish anything. What they published last is out of date.
     """
     waiting = {
         rank: at for rank, at in positions.items() if rank in ranks and at.waits_in is not None and rank not in silent
@@ -148,7 +148,7 @@ def find_stuck(
 
 
 def origin(stuck: Sequence[Stuck]) -> Stuck | None:
-    """Returns the sequence for which the other stuck ones wait: its missing ranks wait in none of them.
+    """Returns the first stuck sequence whose missing ranks wait in no other one, so that they cause the stall.
 
     None if there is no such one: then ranks wait for each other, and none of them can be named by what it waits for.
 

@@ -59,7 +59,7 @@ class NumberExchange:
         return self._copied is None and future is not None and future.done()
 
     def read(self) -> list[list[float]] | None:
-        """Returns the numbers of every rank; waits until they have arrived.
+        """Waits until the numbers of all ranks have arrived, and returns them.
 
         Returns:
             A list of numbers for each rank, in the order of the ranks; None if the all-reduce has failed. The executor

@@ -114,11 +114,17 @@ class Observer(StepListener):
 
     @property
     def wants_times(self) -> bool:
-        """True if the buckets of this step must be timed on CUDA as well."""
+        """Whether a trace is being made, so that the buckets of the next step must be timed on CUDA as well."""
         return self._trace is not None
 
     def step_began(self, steps: int) -> None:
-        """Sets the recorder that this step needs; called before its first bucket is sent."""
+        """Gives the executor the recorder that this step needs for a trace, torch.profiler or Nsight Systems, or none.
+
+        Called before the first bucket of the step is sent.
+
+        Args:
+            steps: Number of finished steps; not read.
+        """
         executor, on_cuda = self._communicator.executor, self._communicator.device.type == "cuda"
         ranges, nvtx = profiler_is_on(), self._config.marks_nvtx and on_cuda
         if self._trace is not None:
@@ -202,7 +208,21 @@ class Observer(StepListener):
         self._trace = Trace(self._communicator, file, steps, self.contents, self.phase)
 
     def export_metrics(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> int | None:
-        """Exports metrics from the next step on; see `HookState.export_metrics`."""
+        """Exports metrics from the next step on, into a file, at an HTTP port, or both; see `Metrics.change`.
+
+        Args:
+            file: Text file; None leaves it as it is.
+            port: Port; 0 chooses a free one, None leaves it as it is.
+            address: Address of this host for `port`.
+            every_seconds: Least time between two exports.
+
+        Returns:
+            The port that is served; None if none is.
+
+        Raises:
+            ValueError: Neither `file` nor `port` is given, or `port` or `every_seconds` is out of range.
+            OSError: The file cannot be written, or the port is in use.
+        """
         if file is None and port is None:
             raise ValueError("neither `file` nor `port` is given: give one of them")
         if self._metrics is None:
@@ -214,7 +234,7 @@ class Observer(StepListener):
         return self._metrics.port
 
     def add_to(self, report: Report) -> Report:
-        """Returns a report with the stragglers and stalls that were found."""
+        """Returns a report with the stragglers found so far, the last stall, and the number of stalls added."""
         found = report
         if self._stragglers is not None:
             once = () if self._stragglers.once is None else (self._stragglers.once,)
@@ -238,7 +258,7 @@ class Observer(StepListener):
         previous.close()
 
     def close(self) -> None:
-        """Ends the threads, and a trace that is not complete."""
+        """Ends the stall watch and the metrics' server, and gives up a trace that is not complete, which is logged."""
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.end_early()

@@ -39,15 +39,20 @@ class Note:
 
 
 class Recorder:
-    """Records notes for a trace, and ranges for profilers.
+    """Records intervals of one rank for a trace, and marks ranges for profilers.
 
     Thread safety: notes may be added from any thread.
 
     Args:
         clock: Clock with which the times of buckets are taken.
         keeps: True to keep notes for a trace.
-        ranges: True to record ranges for torch.profiler.
-        nvtx: True to record ranges for Nsight Systems.
+        ranges: True to mark ranges for torch.profiler.
+        nvtx: True to mark ranges for Nsight Systems.
+
+    Attributes:
+        notes: Intervals kept so far; empty without `keeps`.
+        ranges: Whether ranges are marked for torch.profiler; may be changed between two steps.
+        nvtx: Whether ranges are marked for Nsight Systems; may be changed between two steps.
     """
 
     def __init__(self, clock: Clock, *, keeps: bool, ranges: bool, nvtx: bool = False) -> None:
@@ -88,7 +93,13 @@ class Recorder:
 
     @contextmanager
     def span(self, track: str, name: str, **details: Detail) -> Iterator[None]:
-        """Adds the duration of its body as an interval, and as a range."""
+        """Adds the time that its body takes on this host as an interval of the trace, and marks it as a range.
+
+        Args:
+            track: Name of the row of the timeline; see `Note`.
+            name: Text of the interval.
+            details: Further values, shown when the interval is selected.
+        """
         began = self._clock.now() if self._keeps else 0.0
         with self.host_range(name):
             yield

@@ -180,8 +180,8 @@ class Late:
 
     Attributes:
         rank: Rank in the communicator.
-        column: Column in which the delay begins.
-        seconds: Longest delay of a column, compared with the median rank.
+        column: Column of the breakdown (bucket, or group of buckets) at which the delay begins.
+        seconds: Longest delay over the columns, compared with the median rank.
         strong: True if one breakdown suffices to name it.
     """
 
@@ -193,11 +193,11 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class _SlowLink:
-    """A phase whose transfers take too long.
+    """A phase of the plan whose transfers take too long.
 
     Attributes:
-        phase: Place of the phase in the plan.
-        since_step: Step since which they do, approximately.
+        phase: Index of the phase in the plan.
+        since_step: Number of the step since which they do, approximately.
         before: Time of a step's transfers before that, in seconds.
     """
 
@@ -232,9 +232,11 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 def late_ranks(breakdowns: Sequence[Breakdown]) -> list[Late]:
-    """Returns the ranks that are late in nearly every step of the window, the longest delay first.
+    """Returns the ranks that were late in at least six of the last eight steps, the longest delay first.
 
-    The rule is in the module's header.
+    A rank is late if its longest wait, without the longest one of the eight, is shorter than the shortest wait of the
+    median rank, without its shortest one, by more than 5 ms and 5 % of a step (`WEAK`), for some bucket. Of two ranks
+    that wait for one bucket the one that waits less has arrived later.
 
     Args:
         breakdowns: Breakdowns of all ranks, in their order.
@@ -258,7 +260,9 @@ def late_ranks(breakdowns: Sequence[Breakdown]) -> list[Late]:
 
 
 def _is_slow(seconds: float, usual: float, length: float, ratio: float = SLOW_LINK_RATIO) -> bool:
-    """Returns whether a step's transfers take much longer than usual.
+    """Returns whether a step's transfers take so much longer than usual that their link is called slow.
+
+    They must take `ratio` times as long, and longer by more than 5 ms and 5 % of a step (`WEAK`).
 
     Args:
         seconds: Time of the transfers.
@@ -270,14 +274,14 @@ def _is_slow(seconds: float, usual: float, length: float, ratio: float = SLOW_LI
 
 
 def late_once(breakdowns: Sequence[Breakdown]) -> Late | None:
-    """Returns the rank for which the others waited in the one step with a long wait.
+    """Returns the rank for which the others waited in the one step whose single long wait is to be explained.
 
     Args:
         breakdowns: Breakdowns of all ranks.
 
     Returns:
-        The rank that took much longer by itself than the median rank (of two, the faster one); None if no rank did.
-        Then the ranks waited for a link.
+        The rank that took over 1 s longer by itself before a bucket (`Breakdown.once`) than the median rank (of two,
+        the faster one); None if no rank did. Then the ranks waited for a link.
     """
     found: Late | None = None
     for column in range(min(len(breakdown.once) for breakdown in breakdowns)):
@@ -456,7 +460,11 @@ class _OwnSteps:
         return tuple(each[3 * len(each) // 4] for each in ordered)
 
     def _since(self) -> int:
-        """Returns the first step since which this rank has waited as it does now, as far back as samples are kept."""
+        """Returns the number of the first step since which this rank has waited about as long as now.
+
+        The kept samples are those of up to 128 steps (`KEPT_STEPS`). If the waits have grown by less than 30 % over the
+        least of them, it is the oldest.
+        """
         sums = [(sample.step, sum(sample.waits)) for sample in self._samples if len(sample.waits) == self.count]
         now = _median(sorted(wait for _, wait in sums[-WINDOW:]))
         least = min(
@@ -629,9 +637,13 @@ class _Diagnosis:
         return []
 
     def _links_of_phase(self, phase: int) -> list[tuple[int, ...]]:
-        """Returns the sets of ranks that wait for each other in a phase: a node's, or those of one place in every node.
+        """Returns the sets of ranks that wait for each other in a phase of the plan, one for each link to compare.
 
-        Empty for phases inside nodes of CPUs, which have no links.
+        For a phase inside the nodes these are the ranks of each node, and none for CPUs, which have no links. For a
+        phase between nodes of equal size they are the ranks of one local rank on all nodes, else all ranks.
+
+        Args:
+            phase: Index of the phase.
         """
         cluster = self._communicator.cluster
         levels = [level for index, _, level in self._communicator.executor.stats.phase_seconds() if index == phase]
@@ -687,7 +699,8 @@ class StragglerWatch:
 
     Args:
         communicator: Communicator of the gradients.
-        every: Steps between two breakdowns without a reason.
+        every: Steps after which a breakdown is sent even if no summary asks for one; more if summaries are further
+            apart.
         names: Returns the parameters of a bucket.
         ranks: Number in the default group of each rank of the communicator; messages and reports name it.
     """

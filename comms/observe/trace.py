@@ -178,7 +178,7 @@ class Trace:
         return True
 
     def end_early(self) -> None:
-        """Logs that training has ended before the last step to trace, and deletes the empty file."""
+        """Logs on rank 0 that training has ended before the last step to trace, and deletes the file if it is empty."""
         if self._communicator.rank:
             return
         made = self._steps - self._left
@@ -277,7 +277,17 @@ class Trace:
 
 
 def _gathered(communicator: Communicator, own: bytes) -> dict[int, bytes] | None:
-    """Returns rank -> its bytes, on all ranks; None if the group has failed."""
+    """Gathers bytes of each rank on all ranks, in one all-reduce that reports do not count.
+
+    If they are more than 256 MiB (`MOST_NBYTES`) together, those of the last ranks are left out, with a warning.
+
+    Args:
+        communicator: Communicator of the ranks; all of them call it.
+        own: Bytes of this rank.
+
+    Returns:
+        Rank -> its bytes; None if the group has failed.
+    """
     lengths = NumberExchange(communicator, [float(len(own))]).read()
     if lengths is None:
         return None
