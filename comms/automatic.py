@@ -75,7 +75,11 @@ _original = (
 
 
 def install() -> None:
-    """Gives every DDP model that is made from now on the hook that GRADWIRE_HOOK names; a second call does nothing."""
+    """Gives every DDP model that is made from now on the hook that GRADWIRE_HOOK names, if it can have one.
+
+    Models of FSDP2's `replicate()` get it at their first backward pass. Why a model cannot have it is logged, also if
+    no model has got it by the first optimizer step. A second call does nothing.
+    """
     init, register, register_builtin = _original
     if DistributedDataParallel.__init__ is not init:
         return
@@ -243,7 +247,9 @@ def _check_for_models(optimizer: Optimizer, args: object, named: object) -> None
 
 
 def _explain_unused_variables(optimizer: Optimizer, args: object, named: object) -> None:
-    """Logs once, before the first step with a DDP model, that variables of gradwire's options have no effect.
+    """Logs once that variables of gradwire's options have no effect, because no DDP model has a hook that reads them.
+
+    It does so before the first optimizer step after torch.distributed is initialised, if there is a DDP model.
 
     Args:
         optimizer: Optimizer that is about to step; not used.

@@ -105,6 +105,16 @@ class Communicator:
             in place of `reporter`.
         kernels: Name of the compressor's kernels, which must be equal on all ranks; empty if it does not matter.
 
+    Attributes:
+        rank: This rank in the group.
+        device: Device of the tensors; a CUDA device has an index.
+        config: Configuration, with the time-out of the process group if it has none of its own.
+        compressor: Compressor for one phase of tensors that have a layout; None if all is exact.
+        peer_infos: Host, devices and settings of every rank.
+        plain_store: Store for messages between these ranks, without keys of an earlier start of them.
+        rank_plans: Plans by bucket size, and the link rates by which they are chosen.
+        executor: Object that runs the plans: threads on a CPU, streams on CUDA.
+
     Raises:
         RuntimeError: A rank did not join within the time-out.
         ValueError: A rank joined with another world size or configuration.
@@ -411,7 +421,7 @@ class Communicator:
             yield
 
     def sync_current_stream(self) -> None:
-        """Makes the current stream wait for everything issued so far (on CUDA)."""
+        """Makes the current CUDA stream wait for everything issued so far; does nothing on a CPU."""
         self.executor.sync_current_stream()
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:

@@ -365,8 +365,8 @@ class Watching:
     """Options of warnings and traces during training."""
 
     straggler_every: int = 50
-    """Steps between two exchanges of arrival times, which name a straggler; 0 exchanges none. See
-    docs/how-to/find_the_slow_rank.md."""
+    """Most steps between two exchanges of arrival times, which name a straggler; 0 exchanges none. A summary of four
+    numbers, sent about every 12 steps, may bring one forward. See docs/how-to/find_the_slow_rank.md."""
 
     stall_seconds: float = 10.0
     """Seconds without progress after which a warning names the missing rank and the collective that others wait in; 0

@@ -49,6 +49,9 @@ class FusionPlan:
     def ends_all_reduce(self, sizes: Sequence[int], pending_nbytes: int) -> bool:
         """Returns whether an all-reduce ends after the last bucket seen so far.
 
+        It does after the buckets in `cuts` as long as the step's buckets have the sizes for which these were made, else
+        when `threshold_nbytes` are pending; with `delayed` it never does.
+
         Args:
             sizes: Bytes of the buckets of this step so far.
             pending_nbytes: Bytes of those that have not been started.
@@ -103,7 +106,9 @@ class Fusion:
         return self._plan
 
     def change(self, plan: FusionPlan) -> None:
-        """Sets the plan from the next step on; all ranks must call it in the same step.
+        """Sets the plan of the steps that follow, also of the next one if it is called between two steps.
+
+        All ranks call it in the same step.
 
         Args:
             plan: The new plan.

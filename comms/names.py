@@ -66,7 +66,7 @@ class ParameterNames:
         return self._bound
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Returns (name, parameter) of the parameters known so far."""
+        """Returns (name, parameter) of the parameters known so far: of the bound model, else those seen in buckets."""
         return [
             (self._names[id(parameter)], parameter) for parameter in self._parameters if id(parameter) in self._names
         ]
@@ -81,7 +81,7 @@ class ParameterNames:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of all parameters known so far, in the model's order."""
+        """Shapes of all parameters known so far: in the model's order after `bind`, else as they were seen."""
         return tuple(tuple(parameter.shape) for parameter in self._parameters)
 
     def layout(self, bucket: GradBucket) -> Layout:

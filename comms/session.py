@@ -84,8 +84,10 @@ class SessionRanks:
         name: Name, unique in the store and equal on all ranks, which connect their states in the same order.
         rank: This rank.
         size: Number of ranks.
-        group: Process group of these ranks; None in elastic training after the ranks have changed.
-        failure_policy: Replaces the report of failed ranks, so that training goes on without them; None ends it.
+        group: Process group of these ranks; None after ranks have left or joined a job that goes on without failed
+            ones.
+        failure_policy: Replaces the report of failed ranks, so that training goes on without them; with None a failed
+            rank ends the job.
         reporter: Failure reporter shared with other groups; None makes one for these ranks.
     """
 
@@ -111,7 +113,7 @@ class SessionRanks:
         Args:
             group: The process group.
             kind: Kind of session; sessions of a kind are made in the same order on all ranks of the group.
-            failure_policy: Replaces the report of failed ranks, so that training goes on without them; None ends it.
+            failure_policy: See the attribute.
             reporter: Failure reporter shared with other groups; None makes one for these ranks.
         """
         name = cls.name_in(group, kind)
@@ -191,17 +193,20 @@ class AveragingSession:
         self.listeners = Listeners()
 
     def connect(self, nbytes: int, sparse_nbytes: int = 0) -> None:
-        """Chooses the plan for all sizes, and connects the transports that buckets need; all ranks call it.
+        """Fixes the plan, chosen by the size of a usual bucket, and connects its transports; all ranks call it.
 
         Args:
             nbytes: Size of a usual bucket.
-            sparse_nbytes: See `Communicator.connect`.
+            sparse_nbytes: Size of the largest parameter whose gradient is sparse; 0 if there is none.
         """
         self.communicator.rank_plans.fix_plan(nbytes)
         self.communicator.connect(nbytes, sparse_nbytes)
 
     def watch_steps(self, previous: "AveragingSession | None" = None) -> None:
         """Adds the listeners that time steps and warn of stragglers and stalls, as the configuration says.
+
+        Sets `watch`, which times steps for `advise()`, and `observer`, which has stragglers, stalls, traces and
+        metrics.
 
         Args:
             previous: Session whose metrics are continued; None starts new ones.
@@ -513,13 +518,15 @@ class TrainingState(Generic[S]):
     ) -> int | None:
         """Exports metrics of this rank for Prometheus, updated at the ends of steps.
 
-        A second call adds a file or a port, or replaces the earlier one; an export that it does not name goes on.
+        A second call adds a file or a port, or replaces the earlier one; an export that it does not name goes on. Its
+        `every_seconds` holds for both.
 
         Args:
-            file: Path of a file that is replaced atomically at each update, as node_exporter's textfile collector
-                needs it; None writes none.
+            file: Path of a file that is emptied now, and replaced atomically at each update, as node_exporter's
+                textfile collector needs it; None writes none.
             port: Port at which http://address:port/metrics is served; 0 takes a free one, None serves none.
-            address: Address of this host at which the port is opened; "0.0.0.0" for all of them.
+            address: Address of this host at which the port is opened; "0.0.0.0" for all of them. Ignored without
+                `port`.
             every_seconds: Shortest time between two updates, which happen at ends of steps; 0 updates at each step.
 
         Returns:
@@ -527,7 +534,7 @@ class TrainingState(Generic[S]):
 
         Raises:
             ValueError: Neither `file` nor `port` is given, or a number is out of range.
-            OSError: The file cannot be written, or the port is taken.
+            OSError: The file cannot be written, or the port is taken; nothing is changed.
             RuntimeError: The ranks have not connected yet.
         """
         observer = self._connected("export_metrics()").observer
@@ -676,7 +683,7 @@ class GradientState(TrainingState[S]):
 
         Args:
             optimizer: Name of the job's optimizer, `sgd`, `adam`, ...: compressors that train worse with it are not
-                recommended. `any` recommends only those that train well with both.
+                recommended. `any` recommends only those that train well with both SGD and AdamW.
             accumulate: Number of steps, as they are now, that one step shall replace as its accumulated micro-batches;
                 1 leaves steps as they are.
 

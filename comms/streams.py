@@ -158,9 +158,10 @@ class StepVerdict:
         flat[:1].mul_(self._factor)
 
     def give_up(self) -> None:
-        """Sets the factor to NaN before it returns, even while the device waits for a collective. Any thread.
+        """Sets the factor to NaN, even while the device waits for a collective, and returns when it is set. Any thread.
 
-        A copy needs no multiprocessor. If the device does not execute it within `COPY_SECONDS`, a warning is logged.
+        A copy needs no multiprocessor. If the device does not execute it within 2 s (`COPY_SECONDS`), a warning is
+        logged, and the factor may still be 1.
         """
         if self._given_up:
             return

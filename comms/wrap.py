@@ -22,14 +22,15 @@ def wrap(
     ddp_options: dict[str, object] | None = None,
     **options: object,
 ) -> tuple[DistributedDataParallel, HookState]:
-    """Wraps a module in DDP with small buckets and registers gradwire's hook, which joins them into transfers.
+    """Wraps a module in DDP with small buckets and registers gradwire's hook, which joins them into all-reduces.
 
     Args:
         module: The module to train, on the device that it is trained on.
-        base_bucket_mb: Size of DDP's buckets in MiB (its `bucket_cap_mb`); transfers are made of whole buckets.
+        base_bucket_mb: Size of DDP's buckets in MiB (its `bucket_cap_mb`); all-reduces are of whole buckets.
         config: Configuration of the hook; None makes it from `options` and the environment.
         ddp_options: Other keyword arguments of DistributedDataParallel, without `bucket_cap_mb`.
-        **options: Fields of `Config` by name; `fusion` is 25 MiB unless it is given here or in the environment.
+        **options: Fields of `Config` by name. Without `config`, `fusion` is 25 MiB unless it is given here or in the
+            environment, and "auto" stands for "auto:25".
 
     Returns:
         The DDP model, and the state of its hook.

@@ -44,7 +44,7 @@ LONG_RUNS_ONLY = {"dgc": "needs a very long run: in the runs that were tried it 
 docs/results/convergence.md the trainings."""
 
 ANY_OPTIMIZER = "any"
-"""Value of `optimizer` if it is not known: only compressors that suit all tested optimizers are recommended."""
+"""Value of `optimizer` if it is not known: only compressors that suit both SGD and AdamW are recommended."""
 SAY_OPTIMIZER = "; say which optimizer is yours"
 """End of a warning that does not hold for every optimizer, if the optimizer is not known."""
 TRIED_OPTIMIZERS = ("sgd", "adamw")
