@@ -1,7 +1,7 @@
 """Reads variables of the environment that others set: torch, NCCL and the launcher; and those of single commands.
 
-`comms.config` reads the options of the hook. In `comms` these two modules alone read the environment, in `topology` it is
-`gdr/inputs/environment.py`.
+`comms.config` reads the options of the hook. In `comms` these two modules alone read the environment, and in `topology`
+`gdr/inputs/environment.py` does.
 """
 
 import math

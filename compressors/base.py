@@ -374,14 +374,17 @@ class Compressor(Protocol):
     """Name by which the user chooses it: `compressor="onebit"`."""
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """Cuts a bucket into shards: PowerSGD between whole matrices, block codecs at block boundaries.
+        """Cuts a bucket into shards, one for each rank of a node, where it suits the compressor.
+
+        PowerSGD cuts between whole matrices, codecs at the bounds of their blocks.
 
         Args:
             layout: Layout of the bucket.
             parts: Number of shards.
 
         Returns:
-            `parts + 1` ascending offsets from 0 to `layout.numel`; a shard may be empty.
+            `parts + 1` ascending offsets from 0 to `layout.numel`; a shard may be empty, and their lengths may differ
+            much.
         """
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:

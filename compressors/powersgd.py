@@ -128,7 +128,18 @@ class PowerSGD(Stateful):
         return as_matrix(item, self.rank, self.min_compression_rate)
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """Cuts a bucket between whole matrices, so that the largest shard is as small as it can be."""
+        """Cuts a bucket between whole matrices, so that the largest shard is small; see `cut_between`.
+
+        Slices that are sent dense may be divided. A shard may be empty, and one with a large matrix far larger than
+        others.
+
+        Args:
+            layout: Layout of the bucket.
+            parts: Number of shards.
+
+        Returns:
+            `parts + 1` ascending offsets from 0 to `layout.numel`.
+        """
         return cut_between(layout, parts, lambda item: self.matrix(item) is not None)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:

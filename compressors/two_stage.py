@@ -228,7 +228,18 @@ class TwoStage(Stateful):
         return True
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """Cuts a bucket into shards of equal length, at multiples of `SHARD_ALIGN`."""
+        """Cuts a bucket into `parts` shards of one length, a multiple of 1024 elements; the last takes the remainder.
+
+        With fewer than `1024 * parts` elements that length is 0: the last shard has the whole bucket and all others are
+        empty.
+
+        Args:
+            layout: Parameters of the bucket; only its number of elements counts.
+            parts: Number of shards.
+
+        Returns:
+            `parts + 1` ascending offsets from 0 to `layout.numel`.
+        """
         return equal_bounds(layout.numel, parts, SHARD_ALIGN)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
