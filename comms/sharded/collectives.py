@@ -494,7 +494,8 @@ class ShardLink:
         communicator: Connects the ranks on a CPU; None on CUDA.
         planned: Exact collectives by plans, on a CPU; None if the group is gradwire's backend, which plans itself.
         torchs: Orders the launches of torch's collectives and gradwire's on one CUDA device; None without such.
-        loaded: `RESIDUAL` and `SENT` -> description of the state that this rank loaded; empty if nothing is compressed.
+        loaded: `RESIDUAL` and `SENT` -> what compares the state that the ranks have loaded; empty if nothing is
+            compressed.
     """
 
     nodes: ShardNodes | None
@@ -614,9 +615,10 @@ def install(
 ) -> dict[str, ShardResidual | SentShards]:
     """Makes FSDP2 call gradwire's reduce-scatter and all-gather for the sharded parameter groups of a model.
 
-    On a CPU these are exact collectives of gradwire's. On CUDA torch's own stay where nothing is compressed; at most
-    their launches are ordered with gradwire's. If the ranks of a parameter group are on several nodes, gradients and
-    weights whose format is not "exact" are compressed between the nodes; inside a node they are always exact.
+    On a CPU exact ones follow a plan if that is predicted to beat the library, else they run torch's own. On CUDA
+    torch's own stay where nothing is compressed; at most their launches are ordered with gradwire's. If the ranks of a
+    parameter group are on several nodes, gradients and weights whose format is not "exact" are compressed between the
+    nodes; inside a node they are always exact.
 
     Args:
         param_groups: Parameter groups of the model, changed in place. Groups that are not sharded, or over one rank,

@@ -541,7 +541,10 @@ class FsdpState(GradientState[AveragingSession]):
         return bool(verdict)
 
     def _agreed_extremes(self, communicator: Communicator) -> list[Tensor]:
-        """Returns whether the step is finite on all ranks, on CUDA without waiting for the device.
+        """Makes the number by which the device decides whether the step is finite on all ranks; the host does not wait.
+
+        Args:
+            communicator: Communicator of the replicas, whose averages are checked.
 
         Returns:
             One 0-dim float32: 0 if the step is finite on all ranks that share parameters, else inf.
