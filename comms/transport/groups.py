@@ -52,7 +52,7 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """Replaces `tensor` by the sum of `scale * tensor` over the ranks, with the same bits on all ranks.
 
-        If the memory for the sum cannot be allocated, `tensor` is left as it was.
+        If torch cannot allocate memory for the sum, `tensor` is left as it was.
         """
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
@@ -278,7 +278,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         Args:
             wanted: (Lane, global ranks) -> True if the members send each other parts of a bucket. The same on all
                 ranks, in the same order: they would wait for each other in a circle otherwise.
-            nbytes: Size of a bucket. Gloo connects a second group for large messages.
+            nbytes: Size of a bucket. Gloo connects its second group if a part, one member's share of it, has at least
+                `LARGE_NBYTES` (256 KiB).
 
         Raises:
             RuntimeError: A rank did not join.
@@ -330,7 +331,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         """Releases shared memory, connections and communicators. Uses of a new (lane, members) then raise RuntimeError.
 
         NCCL's communicators are closed in the order in which they were made, which is the same on all ranks; each after
-        all members have finished with it, unless a collective has failed.
+        all members have finished with it, unless this rank has aborted.
 
         Args:
             seconds: Longest wait for collectives in flight, in all.
@@ -360,7 +361,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         devices.leave(group)
 
     def _make(self, lane: Lane, members: tuple[int, ...]) -> Transport:
-        """Returns a new, connected transport: NCCL on CUDA, shared memory in a node, else MPI or gloo."""
+        """Returns a connected transport: NCCL on CUDA, shared memory in a node; else MPI if it was chosen, or gloo."""
         name = self._name_of(lane, members)
         index, size = members.index(self._rank), len(members)
         if self._device.type == "cuda":

@@ -114,7 +114,7 @@ def connect(
 
 
 class MpiGroup:
-    """The collectives of `Transport` over MPI; all its works are asynchronous.
+    """The collectives of `Transport` over MPI. Each call returns at once, and data moves while its work is waited for.
 
     Args:
         mpi: Module of mpi4py.
@@ -123,7 +123,8 @@ class MpiGroup:
         rank: This rank's index.
         size: Number of ranks.
         timeout: Time-out of every collective.
-        abort_reason: Called about once a second during a wait, which ends if it returns a reason.
+        abort_reason: Function that returns the reason why another rank has aborted, or None; called about once a second
+            during a wait, which it ends. None: no such check.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class MpiGroup:
         """Replaces `tensor` by the sum of `scale * tensor` over the ranks; `scale` is applied before this returns.
 
         Starts an MPI alltoallv by which each rank gets one slice of all tensors. The work's `wait` sums that slice in
-        rank order, and all-gathers the sums; so all ranks wait for their works in the same order.
+        rank order, and all-gathers the sums; so all ranks must wait for their works in the same order.
         """
         flat = tensor.view(-1)
         bounds = even_bounds(flat.numel(), self.size)
@@ -209,7 +210,7 @@ class MpiGroup:
         self.reason = reason
 
     def close(self) -> None:
-        """Frees the communicators; all members call it. No-op while MPI has not finished a collective on them.
+        """Frees the communicators; all members call it. Does nothing while MPI has not finished a collective on them.
 
         An MPI may not free a communicator that its requests still use: their ranks have aborted, and end soon.
         """
@@ -251,7 +252,7 @@ class _Request:
         group: Group whose time-out, abort reason and abort end the wait.
 
     Attributes:
-        group: See above.
+        group: Group that has issued the request.
     """
 
     def __init__(self, request: "MPI.Request", buffers: tuple[object, ...], name: str, group: MpiGroup) -> None:

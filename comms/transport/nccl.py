@@ -192,7 +192,7 @@ class NcclCalls:
         return summing
 
     def reduce(self, tensor: Tensor, root: int, operation: dist.ReduceOp) -> Call:
-        """Returns the call of a reduction of `tensor`, in place, to rank `root`."""
+        """Returns the call of a reduction of `tensor` by `operation`, in place, to rank `root`."""
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank = operation, root
         return lambda: self._group.reduce([tensor], options)
@@ -251,19 +251,20 @@ class NcclCalls:
 class NcclTransport:
     """The collectives of `Transport` on one NCCL communicator.
 
-    All of them are in place and allocate nothing. A collective that needs several calls of NCCL issues them as one
-    group call. NCCL decides how narrow dtypes are summed; see docs/develop/cuda.md.
+    Sums, broadcasts and `all_gather_slices` work in the tensor itself; `all_to_all` and `all_gather` write to `output`.
+    None allocates memory for data. A collective that needs several calls of NCCL issues them as one group call if
+    `group_calls` is True. NCCL decides how narrow dtypes are summed; see docs/develop/cuda.md.
 
     Thread safety: collectives are issued from one thread at a time. `abort` may be called from any thread.
 
     Args:
-        group: Group made by `make_nccl`, or the user's own.
+        group: NCCL backend of torch: one that `connect` of this module made, or the user's own.
         rank: This rank's index in the group.
         size: Number of ranks.
         owned: True if `close` ends the group. A user's own group is only aborted, after a failure.
         group_calls: True if coalescing on `group` makes one group call; else calls are issued one after the other.
         sums_in_switch: True if a switch can sum for these ranks, which it does for the plain sum only.
-        ctas: Largest number of thread blocks of a collective.
+        ctas: Largest number of thread blocks of a collective; None for NCCL's own limit.
 
     Attributes:
         serializer: Orders this communicator's collectives after others of the device; None if that is not necessary.
@@ -306,7 +307,8 @@ class NcclTransport:
         """Connects the ranks now and not at the first collective; returns when all of them have joined.
 
         NCCL connects in one call that returns when all ranks have joined and cannot be ended: torch's `abort` only
-        reaches connected communicators. So a background thread makes the call, and is abandoned if this rank aborts.
+        reaches connected communicators. So a background thread makes the call, and is abandoned if this rank aborts or
+        `timeout` is over.
 
         Args:
             device: This rank's device, with an index.
@@ -347,8 +349,8 @@ class NcclTransport:
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
         """Issues a reduce-scatter of equal or unequal slices, in place.
 
-        Equal slices are one native reduce_scatter in place, and what the last rank has beyond that one reduce; unequal
-        slices are a reduce each. Both are one group call.
+        Equal slices are one native reduce_scatter in place, and one reduce for what the last rank has beyond that;
+        unequal slices are a reduce each. Several calls are one group call if the group supports that.
         """
         self._check()
         flat, bounds = _real(tensor, bounds)

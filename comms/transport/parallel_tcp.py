@@ -4,9 +4,9 @@ One connection carries one window of data in each round trip. The window shrinks
 segments again after a pause, so over 80 ms and 0.1 % loss one connection gets 8 of 100 Mbit/s. With many connections a
 lost packet slows down only one of them. `Streams` cuts a message into chunks and gives each chunk to the connection
 that can take more: a slow connection delays one chunk, not a fixed part of the message. Chunks are larger while more
-bytes are left, and so is the amount that the kernel buffers, because on a busy machine the thread here may come late to
-a connection whose buffer has run empty. Each chunk carries its offset and is received in place, so the bits of a
-message do not depend on the connections.
+bytes are left, and so is the amount that the kernel buffers, because on a busy machine the background thread may come
+late to a connection whose buffer has run empty. Each chunk carries its offset and is received in place, so the bits of
+a message do not depend on the connections.
 
 Gloo waits for a ready message of the receiver, which is queued behind the receiver's own data. Here a sender does not
 wait: a chunk that arrives before the receiver has posted its memory stays in the kernel's buffer.
@@ -46,14 +46,14 @@ LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 2 << 10, 256 << 10
 """Smallest and largest size of a chunk; in between it is the power of two below half of a connection's even share of
 the bytes that are left.
 
-Measured with 4 MB over a link of 100 Mbit/s and 20 ms, at a load of 22 on two cores, where the thread here waited for a
-processor 0.8 of the time: four connections with chunks of 16 KiB got 0.18 of the link and gloo 0.42; with up to 256 KiB
-they got 0.34, and larger ones gave no more (2026-11-23). The smallest chunk is small so that every connection gets a
-part of a small message: 16 KiB exceed the first window and took one connection two round trips."""
+Measured with 4 MB over a link of 100 Mbit/s and 20 ms, at a load of 22 on two cores, where the background thread waited
+for a processor 0.8 of the time: four connections with chunks of 16 KiB got 0.18 of the link and gloo 0.42; with up to
+256 KiB they got 0.34, and larger ones gave no more (2026-11-23). The smallest chunk is small so that every connection
+gets a part of a small message: 16 KiB exceed the first window and took one connection two round trips."""
 
 LEAST_UNSENT_NBYTES = 16 << 10
 """Unsent bytes in the kernel's buffer below which a connection takes a chunk, unless a chunk is larger. With more, slow
-connections would hold many chunks; with less, a buffer runs empty while the thread here waits for a processor."""
+connections would hold many chunks; with less, a buffer runs empty while the background thread waits for a processor."""
 
 LEAST_RATE = 12.5e6
 """Lower limit of a measured link rate, in bytes per second, when the number of connections is chosen. A probe of some
@@ -114,7 +114,7 @@ class StreamListener:
     def accept(
         self, wanted: Mapping[int, int], deadline: float, aborted: Aborted | None
     ) -> dict[int, list[socket.socket]]:
-        """Waits for connections, and returns them by rank.
+        """Waits for connections of other ranks until each has as many as wanted, and returns them by rank.
 
         Args:
             wanted: Rank -> number of connections.

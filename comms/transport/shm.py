@@ -140,9 +140,9 @@ class ShmGroup:
             peer_wait: Liveness check while ranks that have not arrived are waited for; None disables it.
 
         Raises:
-            OSError: /dev/shm is missing, too small or not writable, on any rank.
+            OSError: Rank 0 cannot allocate the memory, or this rank cannot map it.
             ValueError: An argument is out of range, or differs between the ranks.
-            PeerError: A rank did not join within `timeout`, or has exited.
+            PeerError: A rank did not join within `timeout`, has exited, or has failed.
         """
         block = BLOCK_NBYTES if block_nbytes is None else block_nbytes
         if not 1 <= size <= native.SHM_MAX_RANKS:
@@ -196,9 +196,10 @@ class ShmGroup:
             op: Reduction: `sum`, `max` or `min`.
 
         Raises:
+            TypeError: Shared memory cannot reduce this dtype, such as a complex one.
             ValueError: Wrong device, not contiguous, unknown `op`, or an integer tensor with a `scale`.
             MismatchError: Another rank has called another collective, or with another numel or dtype.
-            PeerError: A peer has exited or aborted.
+            PeerError: A peer has exited or aborted, or did not come within the time-out.
         """
         code = _code("tensor", tensor, scale)
         number = _number_of(op)
@@ -235,7 +236,7 @@ class ShmGroup:
         return self._finish(self._native.all_gather(output.data_ptr(), source.data_ptr(), numel, code))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Done:
-        """Sends the r-th of `size` equal parts of `source` (dim 0) to rank r; `output` has its dtype and shape."""
+        """Sends the r-th of `size` equal parts of `source` (dim 0) to rank r; `output` has its dtype and numel."""
         self._check_pair(output, source, 1)
         if source.numel() % self.size:
             raise ValueError(f"`source` has {source.numel()} elements; wanted a multiple of the {self.size} ranks")
@@ -251,7 +252,11 @@ class ShmGroup:
         return self._finish(self._native.broadcast(tensor.data_ptr(), numel, code, root))
 
     def barrier(self) -> Done:
-        """Waits until all ranks have arrived."""
+        """Waits until all ranks have arrived.
+
+        Raises:
+            PeerError: A peer has exited or aborted, or did not come within the time-out.
+        """
         return self._finish(self._native.barrier())
 
     def _check_pair(self, output: Tensor, source: Tensor, times: int) -> None:

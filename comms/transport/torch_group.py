@@ -255,11 +255,13 @@ class GlooTransport(TorchTransport):
         return drain(self._in_flight, seconds) and (self._streams is None or self._streams.drain(seconds))
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """Sums a tensor over the ranks, in place; on long paths with fewer round trips than gloo's ring.
+        """Sums a tensor over the ranks, in place: by gloo's ring, or on long paths with fewer round trips.
 
-        Two ranks exchange their tensors and both add them: one round trip instead of two, and the same bits, because
-        a + b = b + a. Of more ranks, each sums the part that it owns in the ring, in the ring's order, and sends the
-        sum to all: two round trips instead of 2 (n - 1).
+        The latter needs gradwire's own connections (see `_streams_for`), and a tensor of at least `FAR_NBYTES` (4 KiB).
+        Two ranks exchange their tensors and both add them: one round trip instead of two, and the same bits, because a
+        + b = b + a. Of more ranks, each sums the part that it owns in the ring, in the ring's order, and sends the sum
+        to all: two round trips instead of 2 (n - 1). They do so only if trial sums had the bits of gloo's ring on all
+        ranks.
         """
         if self.size == 1 or (found := self._streams_for(tensor.nbytes)) is None:
             return super().all_reduce(tensor, scale)
@@ -323,7 +325,12 @@ class GlooTransport(TorchTransport):
         return Then(work, lambda: _hand_out(received, widest_first, self.rank), sent)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """Gathers each rank's `source`; two ranks exchange one message, because gloo's ring would send two."""
+        """Gathers each rank's `source` into `output`, in rank order.
+
+        Ranks send over gradwire's own connections if these are open and `source` has at least `FAR_NBYTES`.
+        Otherwise two ranks exchange one message, because gloo's ring would send two, and more ranks use gloo's
+        all-gather.
+        """
         found = self._streams_for(source.nbytes) if self.size > 1 else None
         if found is None and (self.size != 2 or not source.numel()):
             return super().all_gather(output, source)
@@ -338,7 +345,11 @@ class GlooTransport(TorchTransport):
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
-        """Exchanges runs with the other ranks, large messages in both directions at once; see `TorchTransport`."""
+        """Exchanges runs with the other ranks, large messages in both directions at once; see `TorchTransport`.
+
+        Messages are large from `LARGE_NBYTES` (256 KiB) on. Over gradwire's own connections, if they are open, both
+        directions run at once from `FAR_NBYTES` (4 KiB) on.
+        """
         found = self._streams_for(largest_nbytes) if self.size > 1 else None
         if self.size == 1 or (found is None and largest_nbytes < LARGE_NBYTES):
             return super().exchange(output, source, output_splits, source_splits, largest_nbytes)
@@ -362,7 +373,7 @@ class GlooTransport(TorchTransport):
         return Works([Waiting(each, None, self._timeout) for each in (sent_work, coming)])
 
     def listening(self, call: Callable[[], Result]) -> Result:
-        """Runs `call` in another thread, and returns its result; raises as soon as another rank aborts.
+        """Runs `call` in another thread, and returns its result; raises within a second if another rank aborts.
 
         Gloo closes a connection when the wait for a single message times out, so that wait cannot be cut into slices as
         those for collectives are. After an abort, `call` goes on in its thread for two seconds, in which the other
@@ -437,9 +448,11 @@ class GlooTransport(TorchTransport):
         return [(rank, sent[rank], taken[rank]) for rank in range(self.size) if rank != self.rank]
 
     def _streams_for(self, nbytes: int) -> "Streams | None":
-        """Returns the connections for a message, opened at the first large one; None if gloo sends it.
+        """Returns gradwire's own connections if they are to carry a message; None if gloo sends it.
 
-        Every rank calls it at the same point of the sequence of collectives.
+        They are opened at the first message of at least `OPENING_NBYTES` (32 KiB), if the function that chooses their
+        number gives two or more, and carry messages of at least `FAR_NBYTES` (4 KiB). Every rank calls this at the same
+        point of the sequence of collectives.
 
         Args:
             nbytes: Bytes of the largest message of any rank.
@@ -458,9 +471,12 @@ class GlooTransport(TorchTransport):
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
         """Agrees with all ranks on a number of connections, and opens as many to each of them; None if fewer than two.
 
+        Also None if a rank has no connection of gloo from which to take its address.
+
         Args:
-            choose: Maps a round trip in seconds to the number of connections to one rank. It gets the second longest
-                of the round trips that all ranks have measured; the largest result of all ranks counts.
+            choose: Maps a round trip in seconds to the number of connections to one rank. It gets the second largest of
+                the numbers that the ranks contribute, each the longest round trip of its gloo connections; the largest
+                result of all ranks counts.
         """
         from gradwire.comms.links.distance import MOST_CONNECTIONS
         from gradwire.comms.transport import parallel_tcp  # here: most networks have short round trips
@@ -564,6 +580,18 @@ def connect_within(timeout: timedelta, peer_wait: PeerWait, connect: Callable[[]
     Once all addresses are in the store, gloo waits five time-outs for a connection (`Pair::waitUntil` in its tcp
     transport), so a rank that published its address and died would delay the others as long. Gloo cannot be interrupted
     there: its thread is abandoned, and what it still makes is released at once.
+
+    Args:
+        timeout: Longest wait; one second (`SLICE`) more is allowed, so that the error of the store comes first.
+        peer_wait: Liveness check of the ranks that connect, made once a second.
+        connect: Function that connects, and returns what it has made.
+
+    Returns:
+        The result of `connect`.
+
+    Raises:
+        PeerError: A rank has exited before it had connected, or has aborted.
+        RuntimeError: `connect` did not return in time, or has raised it.
     """
     made = in_thread(connect, "gradwire connects")
     # One slice after the time-out: the store's own error says more and comes first.
