@@ -74,9 +74,10 @@ class Pending:
         future: Future of the average; None if it is there or nothing is sent.
         checksums: Future of the ranks' checksums, int64; None if they are not compared.
         differing: Ranks whose anchors differ from those of rank 0.
-        finite: True if the average is finite; None while it is in flight.
+        finite: Whether the average is finite; None while it is in flight.
         error: Error of the exchange, after which there is no average; None otherwise.
-        communicator: Communicator that the exchange began with.
+        communicator: Communicator that the exchange began with; None if it could not be started because a rank had
+            failed.
         bucket: Bucket that is sent; None if nothing is sent.
     """
 
@@ -208,10 +209,10 @@ class FragmentAveraging:
             communicator.state_loaded(as_saved=False)  # a failed worker may have held a part of its node's state
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all ranks rank 0's values, in place.
+        """Gives all ranks of the session rank 0's values, in place.
 
         Args:
-            tensors: Floating-point tensors.
+            tensors: Floating-point tensors, the same in number and shape on all ranks.
 
         Raises:
             RuntimeError: The ranks could not exchange them.
@@ -322,7 +323,9 @@ class FragmentAveraging:
                 self.compression.decide(finite, layouts)
 
     def averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
-        """Averages all fragments' pseudo-gradients now, in full precision, with residuals, which are then cleared.
+        """Averages all fragments' pseudo-gradients now, in full precision and with the compressor's residuals.
+
+        If all averages are finite, the residuals are cleared; else they stay.
 
         Args:
             fragments: Fragments of the model.
@@ -388,6 +391,8 @@ class FragmentAveraging:
 
     def check_loadable(self, held: StateDict) -> None:
         """Checks whether the compressor can load a state, by loading it and then its own state again.
+
+        Without a compressor it does nothing.
 
         Args:
             held: Result of the session's `state_dict`; empty without a compressor.

@@ -77,8 +77,9 @@ class OuterExchange:
     Attributes:
         steps: Number of steps of the optimizer; after `synchronize` that of the rank that has taken most.
         begun: Number of exchanges begun; the same on all ranks that have taken as many steps.
-        done: Number of exchanges that took effect.
-        skipped: Number of exchanges whose average was not finite, so that they changed nothing.
+        done: Number of exchanges that took effect; `synchronize` counts as one of each fragment.
+        skipped: Number of exchanges whose average was not finite, so that they changed nothing; a `synchronize` that
+            fails for that reason counts as one of each fragment.
         averaging: Averages pseudo-gradients over the ranks.
         settings: Schedule of the exchanges and rates of the outer SGD.
         fragments: Fragments of the model, in the order of their turns.
@@ -163,10 +164,13 @@ class OuterExchange:
 
     @torch.no_grad()
     def step_ended(self) -> None:
-        """Applies the result that is due, and starts the exchanges that are next; called after each optimizer step.
+        """Ends an exchange that was begun `delay` steps ago, and begins those whose turn it is; called after each step.
+
+        A step is one of the optimizer. With `delay` 0 an exchange is begun and ended in the same call.
 
         Raises:
-            RuntimeError: An exchange failed; parameters, anchors and residuals are as they were before it.
+            RuntimeError: An exchange failed, and parameters, anchors and residuals are as they were before it; or a
+                load has failed halfway, or anchors were found to differ between ranks.
         """
         self._refuse_halfway()
         self.steps += 1
@@ -184,14 +188,16 @@ class OuterExchange:
         """Finishes the exchange in flight, brings all ranks to one number of exchanges, and averages all parameters.
 
         The average is in full precision and includes residuals. The outer momentum is neither used, because it would
-        carry the parameters past those of every worker, nor changed. All ranks call it, whatever numbers of steps they
-        have taken.
+        carry the parameters past those of every worker, nor changed. If anchors differ between ranks afterwards, which
+        is logged, all ranks take rank 0's anchors and momentum. All ranks call it, whatever numbers of steps they have
+        taken.
 
         Args:
             buffers: Floating-point tensors that are averaged in place.
 
         Raises:
-            RuntimeError: A rank did not arrive within the time-out; or, on all ranks, a parameter is not finite.
+            RuntimeError: A rank did not arrive within the time-out, an exchange failed, or a load has failed halfway;
+                or, on all ranks, a parameter is not finite.
         """
         # Finish the exchange in flight, and wait until all ranks have started equally many.
         self._refuse_halfway(different=False)
@@ -333,8 +339,12 @@ class OuterExchange:
     def _agree_on(self, saved: Saved) -> None:
         """Checks that all ranks can load their states, and that these are of one moment of one run.
 
+        They are if all have begun equally many exchanges, and those of ranks with the same shards have equal anchors
+        and momenta.
+
         Raises:
             ValueError: On all ranks: a rank cannot load its state, or the states do not belong together.
+            RuntimeError: A rank did not join within the time-out.
         """
         word = {
             "steps": saved.steps,
@@ -386,7 +396,8 @@ class OuterExchange:
         """Waits for the exchange in flight, and applies its result; a result that is not finite changes nothing.
 
         Raises:
-            RuntimeError: It failed, now or earlier; nothing has changed, and it stays in flight.
+            RuntimeError: It failed, now or earlier, and stays in flight; or the anchors differ between ranks, and its
+                result is dropped. Parameters and anchors are as they were before it.
         """
         pending = self._pending
         assert pending is not None

@@ -66,7 +66,10 @@ class OuterReport:
         return {**asdict(self), **reports, "workers": workers, **derived}
 
     def __str__(self) -> str:
-        """Returns the report in five lines at most, and one for each finding; `full()` has more."""
+        """Returns the short report: workers and counts, schedule, traffic, and what `Report.beside_others` says.
+
+        `full()` has more.
+        """
         settings = [f"exchange: {describe(self.settings)}; full() says more"] if self.settings else []
         return "\n".join([*map(in_columns, [self._head(), *settings, self._traffic()]), self.exchange.beside_others()])
 

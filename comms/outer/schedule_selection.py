@@ -82,7 +82,7 @@ def choose(
     Args:
         link: Times on the link between the workers.
         step_seconds: Duration of a step of the slowest worker, without exchanges.
-        parameters: Number of parameters, which limits the fragments.
+        parameters: Number of parameter tensors; the number of fragments is at most that.
         given: Settings of the user by name; they stay as they are.
         least_every: Lower limit of `every`.
 
@@ -156,7 +156,9 @@ class ScheduleSelection:
             self.make()
 
     def make(self) -> None:
-        """Chooses the missing settings now, together with all ranks; does nothing if no rank has measured a step yet.
+        """Chooses the missing settings now, together with all ranks, for the slowest rank's median duration of a step.
+
+        Does nothing if no rank has ended three steps, of which two durations are known, yet.
 
         Raises:
             RuntimeError: A rank did not join within the time-out.
@@ -181,14 +183,18 @@ class ScheduleSelection:
             log.info("Outer exchanges %s: %s", describe(exchange.settings), self.reason)
 
     def load(self, state: StateDict | Exception) -> StateDict | Exception:
-        """Takes the settings that a saved run has chosen, except those of the user. All ranks call it.
+        """Takes the settings that a saved run has chosen, unless some are chosen already. All ranks call it.
+
+        Settings that the user gave stay as they are.
 
         Args:
             state: State of `OuterExchange.state_dict` with the settings; or the error because of which this rank has
                 none.
 
         Returns:
-            `state`; or the error because of which no rank can load its own.
+            `state`; or a ValueError if the states of the ranks have different settings, or this one was saved before
+            settings were chosen and here they are chosen. `OuterExchange.load_state_dict` raises a returned error on
+            all ranks.
         """
         saved: dict[str, int] = {}
         if not isinstance(state, Exception) and state.get("chosen"):

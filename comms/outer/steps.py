@@ -10,7 +10,8 @@ class OptimizerSteps:
     """Calls a function when all of a model's optimizers have stepped, which ends a step of training.
 
     A GradScaler may skip an optimizer: if another one steps a second time, the training step before has ended without
-    the skipped one.
+    the skipped one. A step of an optimizer raises a RuntimeError if it has gained or lost parameters since
+    this was made.
 
     Args:
         optimizers: Result of `optimizers_from`.

@@ -81,7 +81,8 @@ def peers_of(
         The group; and the ranks of the worker, or None unless the model is in DDP or sharded, which determines them.
 
     Raises:
-        ValueError: The model averages over all ranks already, or contradicts `inside`.
+        ValueError: The model averages over all ranks already, or contradicts `inside`; only a part of it is sharded; or
+            workers have different sizes or are sharded differently.
     """
     world = dist.group.WORLD
     assert world is not None
