@@ -119,7 +119,7 @@ class Bucket:
         pending: Number of all-reduces in flight that carry a part of it. Guarded by `_PENDING`.
         error: First error of those; None if there was none. Guarded by `_PENDING`.
         ends: On CUDA, events at the ends of all-reduces that carried a part of it.
-        index: Position among the buckets of its step.
+        index: Index among the buckets of its step.
     """
 
     flat: Tensor
@@ -139,7 +139,7 @@ class Bucket:
             flat: Gradients, 1-D and contiguous; averaged in place.
             layout: Place of each parameter in `flat`; None if the bucket is never compressed.
             arrived: Time of arrival; None if the step is not timed.
-            index: Position among the buckets of its step.
+            index: Index among the buckets of its step.
         """
         return cls(flat, layout, Times(arrived), None if flat.is_cuda else torch.futures.Future(), index=index)
 
@@ -284,7 +284,7 @@ class EndedAllReduce:
 
 @dataclass(frozen=True, slots=True)
 class WaitingAllReduce:
-    """Position of the oldest all-reduce in flight, for stall warnings.
+    """The oldest all-reduce in flight, and its phase, for stall warnings.
 
     Attributes:
         number: Number of all-reduces started before it; the same on all ranks.

@@ -188,7 +188,11 @@ class Executor(ABC):
         return self.failures.error
 
     def _refuse_if_failed(self) -> None:
-        """Raises the first failure, if there is one, on every device: nothing is started or continued after it."""
+        """Raises the first failure, if there is one: nothing is started or continued after it.
+
+        Raises:
+            CollectiveError: An all-reduce has failed on this rank, or was ended because of another.
+        """
         failure = self.failure
         if failure is not None:
             # Without the traceback, whose frames would keep the tensors of earlier all-reduces.
@@ -196,7 +200,7 @@ class Executor(ABC):
 
     @abstractmethod
     def oldest(self) -> WaitingAllReduce | None:
-        """Returns the position of the oldest all-reduce in flight; None if there is none, and on CUDA. Any thread.
+        """Returns the oldest all-reduce in flight and its phase; None if there is none, and on CUDA. Any thread.
 
         May also be None for the moment in which a job passes from one lane to the next.
         """
@@ -205,20 +209,24 @@ class Executor(ABC):
     def release(self) -> None:
         """Issues the all-gathers that `start` has deferred; all ranks call it at the same point of the sequence.
 
+        Does nothing on a CPU, where none is deferred.
+
         Raises:
             CollectiveError: On CUDA: an all-reduce has failed, or another rank has exited.
         """
 
     @abstractmethod
     def extremes(self) -> list[Tensor]:
-        """Returns the least and largest average of each compressed all-reduce since the last call: CUDA, 0-dim.
+        """Returns the least and largest average of each compressed all-reduce since the last call: 0-dim CUDA tensors.
 
-        `release` must have been called.
+        Empty on a CPU, where averages are checked when their futures are done. `release` must have been called.
         """
 
     @abstractmethod
     def interrupt(self, error: Exception) -> None:
-        """Aborts everything in flight because of an error on this rank or another (on CUDA). Any thread.
+        """Aborts everything in flight because of an error on this rank or another. Any thread.
+
+        Does nothing on a CPU, where waits get errors from their transports.
 
         Args:
             error: The error; it becomes the cause of this rank's failure unless one is known already.
@@ -226,7 +234,7 @@ class Executor(ABC):
 
     @abstractmethod
     def raise_failure(self) -> None:
-        """Raises the first failure that is known without asking the device (on CUDA).
+        """Raises the first failure that is known without asking the device; on a CPU does nothing, as futures raise it.
 
         Raises:
             CollectiveError: A collective has failed, or `interrupt` was called.
@@ -234,7 +242,7 @@ class Executor(ABC):
 
     @abstractmethod
     def poison(self, bucket: Bucket) -> None:
-        """Makes one average NaN on the device if this rank aborts before the step's last bucket is done (on CUDA).
+        """Makes one average NaN on the device if this rank aborts before the step's last bucket is done; only on CUDA.
 
         The host may have issued the optimizer's step by then, which must not use a wrong average. Changes nothing
         otherwise. The current stream waits for the bucket, as DDP makes it do anyway.
@@ -249,4 +257,4 @@ class Executor(ABC):
 
     @abstractmethod
     def sync_current_stream(self) -> None:
-        """Makes the current stream wait for everything issued so far (on CUDA)."""
+        """Makes the current CUDA stream wait for everything issued so far; on a CPU does nothing."""

@@ -271,7 +271,7 @@ class LaneExecutor(Executor):
             return next(job.steps, None)
 
     def oldest(self) -> WaitingAllReduce | None:
-        """Returns the position of the oldest all-reduce in flight; None if there is none. See `Executor.oldest`."""
+        """Returns the oldest all-reduce in flight and its phase; None if there is none. See `Executor.oldest`."""
         for job in self._lanes.in_flight():
             assert isinstance(job, _ChunkJob)
             run = job.run

@@ -300,7 +300,7 @@ class StreamExecutor(Executor):
             yield
 
     def oldest(self) -> WaitingAllReduce | None:
-        """Returns None: the host does not know the position of the device."""
+        """Returns None: the host does not know which all-reduce the device has reached."""
         return None
 
     def sync_current_stream(self) -> None:
