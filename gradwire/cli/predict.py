@@ -401,10 +401,13 @@ def _workload(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command and returns 0, or 2 for a bad option.
+    """Runs `gradwire predict`, and prints its answer.
 
     Args:
         argv: Words after `gradwire predict`.
+
+    Returns:
+        The exit status: 0, or 2 after an error, which is printed.
     """
     options = build_parser().parse_naming(argv, "--topology")
     try:
@@ -438,7 +441,15 @@ def main(argv: list[str]) -> int:
 
 
 def _answer_models(options: argparse.Namespace) -> None:
-    """Prints the table of public models on fixed links and numbers of nodes."""
+    """Prints the table of public models on fixed links and numbers of nodes.
+
+    Args:
+        options: Parsed options of the command line.
+
+    Raises:
+        ValueError: An option is given that the table has values of its own for, such as `--nodes` or `--nic`.
+        TopologyError: The topology file cannot be used.
+    """
     for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic is not None), ("rtt", options.rtt),
                           ("loss", options.loss), ("nics-per-node", options.nics_per_node),
                           ("plot", options.plot), ("backward-ms", options.backward_ms),

@@ -99,8 +99,8 @@ class Answer:
         workload: Gradients and computation of one step.
         advice: Predictions and recommendation.
         planning_seconds: Time that predicting took.
-        gains: Throughput relative to one node; None if the computing time is unknown.
-        torch_hook: Prediction for torch's fp16 hook; None if it saves nothing, or was not asked for.
+        gains: Throughput relative to one node; None for a single node, or if the computing time is unknown.
+        torch_hook: Prediction for torch's fp16 hook; None if gradients are not float32, which it would not shorten.
         assumed_compute: Device that the computing time was assumed for, in words; empty if the time was given.
     """
 
@@ -114,7 +114,7 @@ class Answer:
 
     @property
     def first(self) -> str | None:
-        """Returns what is recommended before every setting of the hook; None if nothing is."""
+        """What is recommended before every setting of gradwire's hook; None if such a setting is recommended itself."""
         if self.gains is not None and self.gains.one_is_faster:
             return RARELY_OR_ALONE
         best = _recommended(self.advice, self.torch_hook, known=self.workload.backward_seconds > 0)
@@ -317,12 +317,15 @@ def _best_exact(advice: Advice) -> Candidate:
 
 
 def _recommended(advice: Advice, torch_hook: Candidate | None, *, known: bool) -> Candidate:
-    """Returns the recommended candidate: torch's fp16 hook if gradwire's own is slower by more than `WORTHWHILE`.
+    """Returns the candidate that is marked as recommended: gradwire's own, or torch's fp16 hook.
+
+    The hook is, if a step with gradwire's own takes more than 5 % (`WORTHWHILE`) longer; but not if the computing time
+    is unknown and gradwire's own is exact, because communication may then be hidden.
 
     Args:
         advice: Predictions for gradwire.
         torch_hook: Prediction for torch's fp16 hook, or None.
-        known: Whether the computing time is known. If not, communication may be hidden, and exact sums stay exact.
+        known: Whether the computing time is known.
     """
     own = next(candidate for candidate in advice.candidates if _is_recommended(candidate, advice))
     judged = torch_hook if known or own.compressor != "none" else None
