@@ -94,9 +94,9 @@ def apply(
         The state; keep it for reports, checkpoints and `flush`.
 
     Raises:
-        TypeError: An option has an unknown name, or `replicas` is no mesh.
+        TypeError: An option has an unknown name, is given besides `config`, or `replicas` is no mesh.
         ValueError: `model` is not one of FSDP2, its mesh or `replicas` do not fit, or a value does not fit or differs
-            between the ranks. All ranks raise it.
+            between the ranks. All ranks raise it, except for an option out of its range: that rank raises it alone.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
     # Check what can be checked on this rank alone.

@@ -510,13 +510,16 @@ class ShardLink:
 
 
 class ExactReduceScatter(ReduceScatter):
-    """The exact reduce-scatter of one parameter group on a CPU: planned if that is faster, and watched in any case.
+    """The exact reduce-scatter of one parameter group on a CPU: by a plan, or torch's own; a failure names the rank.
+
+    A plan is followed if it is predicted to be faster, or gloo has no such operation (PREMUL_SUM); never if `link` has
+    no planned collectives.
 
     Args:
         param_group: The parameter group.
         overlap: Keeps the reduce-scatters in flight.
         link: Link of the ranks that share it.
-        exact: Torch's own reduce-scatter, run if no plan is faster.
+        exact: Torch's own reduce-scatter, run where no plan is followed.
     """
 
     def __init__(
@@ -531,7 +534,11 @@ class ExactReduceScatter(ReduceScatter):
     def _start(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object
     ) -> ShardWork | None:
-        """Starts a planned reduce-scatter if a plan is faster; otherwise runs torch's own and waits for it."""
+        """Starts a planned reduce-scatter, or runs torch's own and waits for it; see the class.
+
+        Returns:
+            Work of the planned one; None if torch's own has ended.
+        """
         planned = self._link.planned
         lacking = op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # gloo has no PREMUL_SUM
         if planned is None or not (lacking or planned.beats_library(REDUCE_SCATTER, input_tensor.nbytes)):
@@ -552,7 +559,9 @@ class ExactReduceScatter(ReduceScatter):
 
 
 class ExactAllGather(Allocating):
-    """The exact all-gather of one parameter group on a CPU: planned if that is faster, and watched in any case.
+    """The exact all-gather of one parameter group on a CPU: by a plan if that is predicted to be faster, else torch's.
+
+    A failure names the rank, except in an all-gather of torch's own that torch wants to wait for itself (`async_op`).
 
     Args:
         link: Link of the ranks that share the parameter group.

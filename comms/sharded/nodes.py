@@ -89,10 +89,11 @@ class ShardWork(FutureWork):
 class ShardNodes(ABC):
     """The ranks of one group that shares parameters, by node, and their collectives with a codec between the nodes.
 
-    All nodes have the same number of ranks.
+    All nodes have the same number of ranks: `arrange` counts each rank as a node if hosts have different numbers.
 
     Args:
-        members: For each node, the indices of its ranks in the group; a rank's place is its position here.
+        members: For each node, the indices of its ranks in the group; a rank's place is its index among those of its
+            node.
         rank: Index of this rank in the group.
 
     Attributes:
