@@ -13,7 +13,7 @@ log = logging.getLogger("gradwire")
 class FailureHandler:
     """Keeps the first failure of this rank with a diagnosis from all ranks, and aborts everything else because of it.
 
-    Thread safety: all methods may be called from any thread; the first call of `fail` decides.
+    Thread safety: all methods may be called from any thread; the first call of `fail` or `leave` decides.
 
     Args:
         groups: Transports to abort, so that no rank waits for this one.

@@ -93,7 +93,7 @@ class PhaseStats:
         """Counts a collective that is no phase of a plan.
 
         Args:
-            index: Position in reports; larger than that of any phase of a plan.
+            index: Number by which reports sort their rows; no phase counted by the same object has it.
             op: Name of the operation.
             level: Name of the level, or `all ranks`.
             logical_nbytes: Bytes of gradient that this rank contributes.
@@ -170,7 +170,10 @@ class PhaseStats:
             return [row.seconds for row in self._rows.values()]
 
     def read_times(self) -> None:
-        """Reads the times of phases issued before the previous call, which the device has passed by now (on CUDA)."""
+        """Reads the times of phases issued before the previous call, which the device has passed by now.
+
+        On a CPU nothing is left to read, as phases are counted with their times.
+        """
         passed, self._issued, self._being_issued = self._issued, self._being_issued, []
         for row, calls, began, ended in passed:
             row.seconds += self.clock.between(began, ended)

@@ -332,10 +332,15 @@ def _issue_one(transport: Transport, collective: Collective) -> Work:
 
 
 def _contribution(shard: Tensor, scale: float) -> Tensor:
-    """Returns scale * shard in float32: the shard itself, or a copy that leaves the gradient intact until the end.
+    """Returns `scale * shard` in float32: the shard itself, or a copy that leaves the gradient intact until the end.
 
-    On a CPU a float32 shard is scaled in place.
-    A copy is made if the compressor may fail for lack of memory later: the gradient must be unchanged then.
+    Returns the shard itself, changed in place if `scale` is not 1, if it is float32 on a CPU; on CUDA only if `scale`
+    is 1. Otherwise a copy is made, because on CUDA the compressor may fail for lack of memory later, and the gradient
+    must be unchanged then.
+
+    Args:
+        shard: This rank's gradients, floating-point.
+        scale: Factor.
     """
     if shard.dtype != torch.float32:
         return shard.float().mul_(scale)

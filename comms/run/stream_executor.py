@@ -1,6 +1,7 @@
 """The executor of CUDA tensors: the calling thread issues everything at once, and streams keep the order.
 
-It has no threads, and the host waits for nothing during a step.
+It has no threads, and all-reduces by plans make the host wait for nothing during a step. A coroutine that follows no
+plan, such as a sparse sum, may block the host.
 """
 
 import logging
@@ -344,6 +345,13 @@ class StreamExecutor(Executor):
         """Aborts everything because a collective could not be issued, and raises the reason.
 
         Other ranks may have issued it, so later collectives would not match theirs.
+
+        Args:
+            error: Error with which the collective failed.
+
+        Raises:
+            torch.OutOfMemoryError: `error` itself, if it is one.
+            CollectiveError: The diagnosis, for any other error.
         """
         self._held = None
         self._streams.sync_current_stream()

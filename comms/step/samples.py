@@ -94,7 +94,14 @@ class SampleWeights(StepListener):
             values.mul_(self.scale)
 
     def _take(self, shared: NumberExchange) -> None:
-        """Sets the weight of the step from the numbers of all ranks; a failed exchange raises at the first launch."""
+        """Sets the weight of the step from the numbers of all ranks; a failed exchange raises at the first launch.
+
+        Args:
+            shared: Exchange of the ranks' numbers of samples; waited for.
+
+        Raises:
+            ValueError: On all ranks: a rank has not set its samples, or all have 0.
+        """
         rows = shared.read()
         if rows is None:
             return

@@ -10,6 +10,7 @@ from gradwire.comms.step.listeners import EndedStep, StepListener
 from gradwire.comms.streams import Clock, HostClock, Mark
 
 STEPS_KEPT = 50
+"""Number of last timed steps that medians are taken of."""
 LEAST_SPREAD = 4
 """Number of timed steps from which on `Observed.middle_half` is known."""
 
