@@ -159,7 +159,8 @@ class Compression:
         `resolve_last_step`.
 
         Args:
-            extremes: 0-dim tensors on the device, all finite if and only if the step's averages are.
+            extremes: 0-dim tensors on the device, all finite if and only if the step's averages are. Empty if nothing
+                was compressed in the step: then nothing is committed or dropped.
             transfers: Layout of each all-reduce of the step, in the order in which they were started.
         """
         self.resolve_last_step()

@@ -25,8 +25,8 @@ def migrate(
 ) -> None:
     """Moves the state of a bucket's elements to the ranks of this node that own them now.
 
-    If all state is with its owners already (an interrupted run that goes on as it was), nothing is touched, so that
-    training goes on bit for bit. All ranks of the node call it.
+    With `ask`, nothing is touched if all state is with its owners already (an interrupted run that goes on as it was),
+    so that training goes on bit for bit. All ranks of the node call it.
 
     Args:
         compressor: Compressor whose state is moved, in place.

@@ -223,6 +223,13 @@ class LoadedShards:
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._rows.items()}
 
     def compare(self) -> None:
-        """Compares the loaded state with the other ranks, once after each load; raises on all ranks if it differs."""
+        """Compares the loaded state with the other ranks, once after each load.
+
+        Does nothing if another object's check covers it.
+
+        Raises:
+            ValueError: On all ranks, if they loaded different states.
+            RuntimeError: A rank did not load a state before this step.
+        """
         if self._alike is not None:
             self._alike.compare()

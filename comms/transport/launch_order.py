@@ -156,7 +156,10 @@ class Devices:
         self._kept: bool | None = None
 
     def prepare(self, several: bool) -> None:
-        """Asks NCCL to keep the order of launches, if it has not started yet; called before a communicator is made.
+        """Asks NCCL to keep the order of launches, where that is possible; called before a communicator is made.
+
+        It is with NCCL 2.26 or later that has not run in this process, and unless the user has set
+        NCCL_LAUNCH_ORDER_IMPLICIT. The first call with `several` decides for the process.
 
         Args:
             several: True if collectives of more than one communicator will be in flight on one device.
@@ -168,7 +171,10 @@ class Devices:
             self._kept = known and launch_order() is True
 
     def join(self, issuer: Issuer, device: torch.device) -> None:
-        """Adds a communicator; if the kernels of all of them do not fit on the device, they run one after the other.
+        """Adds a communicator; makes all of a device run one after the other if that is necessary.
+
+        It is if NCCL does not keep the order of launches and the kernels of all of them do not fit on the device
+        together.
 
         Args:
             issuer: Object that issues on the communicator.
@@ -198,15 +204,15 @@ class Devices:
             each.serializer = serializer
 
     def serves(self, device: torch.device) -> bool:
-        """Returns whether gradwire has a communicator on `device`, a CUDA device with an index."""
+        """Returns whether a communicator has joined on `device`, a CUDA device with an index."""
         return bool(self._issuers.get(device.index))
 
     def wait_for_last(self, device: torch.device) -> None:
-        """Makes the current stream wait for gradwire's last collective on a device, if these are serialized there.
+        """Makes the current stream wait for the last collective on a device, if collectives are serialized there.
 
-        They are if the kernels of all communicators do not fit on the device together; else this does nothing. It is
-        called before torch issues a collective on a group of its own: two communicators whose kernels wait for room on
-        the device, in different orders on two ranks, would hang.
+        They are if NCCL does not keep the order of launches and the kernels of all communicators do not fit on the
+        device together; else this does nothing. It is called before torch issues a collective on a group of its own:
+        two communicators whose kernels wait for room on the device, in different orders on two ranks, would hang.
 
         Args:
             device: CUDA device with an index.
