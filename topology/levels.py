@@ -21,6 +21,8 @@ from gradwire.topology.visible import given_gpus
 
 HOST_MEMORY_ALPHA_SECONDS = 4e-6
 """One hand-over between two processes through shared memory; an assumption, to be replaced by a measurement."""
+_FEWEST_LINKS = "NVLink or xGMI of the GPU with the fewest: links per NCCL v2.30 topo.h"
+_NO_FIGURE = "unknown: NVLink or xGMI joins the GPUs, and NCCL v2.30 topo.h has no figure for links of this generation"
 _TUNING = "NCCL v2.28 src/graph/tuning.cc, ring, Simple"
 
 
@@ -80,7 +82,7 @@ def _intra_node(machine: Machine) -> LevelEstimate:
             name="intra_node",
             bytes_per_second=_least(rates),
             alpha_seconds=ALPHA_SECONDS["nvlink"],
-            source=f"NVLink or xGMI of the GPU with the fewest: links per NCCL v2.30 topo.h; alpha: {_TUNING}",
+            source=f"{_NO_FIGURE if None in rates else _FEWEST_LINKS}; alpha: {_TUNING}",
         )
     alone = len(gpus) == 1 and len(machine.gpus) > 1
     if sliced or alone or (len(gpus) > 1 and not machine.links_known):

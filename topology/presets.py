@@ -78,24 +78,43 @@ def gb200_nvl72() -> Machine:
 
     Source: NVIDIA GB200 NVL72 data sheet and DGX GB200 user guide (18 NVLinks of a GPU, all to switch trays).
     """
-    cpus = tuple(
-        Cpu(key=f"numa{i}", numa=i, socket=i, architecture="arm64", cores=f"{72 * i}-{72 * i + 71}") for i in range(2)
-    )
-    gpus = tuple(
-        replace(_gpu(i, f"{8 * (i % 2) + 16 * (i // 2):04x}:01:00.0", f"numa{i // 2}", "NVIDIA GB200", 100, GEN5),
-                nvlink_domain="nvl72/0")
-        for i in range(4)
-    )  # fmt: skip
-    nics = tuple(
-        _nic(f"mlx5_{i}", f"{i % 2 + 16 * (i // 2):04x}:03:00.0", f"numa{i // 2}", 400e9, GEN5) for i in range(4)
-    )
+    tray = _grace("gb200_nvl72", "NVIDIA GB200", 100, gpus_per_cpu=2, bits_per_second=400e9)
     links = tuple(
         DeviceLink(a=gpu.key, b="hidden", kind="nvlink", count=18, bytes_per_second=nvlink_bytes_per_second(gpu, 18))
-        for gpu in gpus
-    ) + tuple(DeviceLink(a=gpu.key, b=gpu.parent or "", kind="c2c") for gpu in gpus)
+        for gpu in tray.gpus
+    )
+    gpus = tuple(replace(gpu, nvlink_domain="nvl72/0") for gpu in tray.gpus)
+    return replace(tray, gpus=gpus, nvswitches=(NvSwitch(key="hidden"),), links=links + tray.links)
+
+
+def gh200() -> Machine:
+    """Returns a node of 4 GH200, each with 6 NVLinks to each other one, without an NVSwitch, and a 200 Gb/s NIC.
+
+    There are hosts of one GH200, too: one rank a node is such a host. Source: CSCS, Alps hardware (4 modules and 4
+    Slingshot 11 NICs); NVIDIA, GH200 data sheet (18 NVLinks).
+    """
+    node = _grace("gh200", "NVIDIA GH200", 90, gpus_per_cpu=1, bits_per_second=200e9)
+    links = tuple(
+        DeviceLink(a=a.key, b=b.key, kind="nvlink", count=6, bytes_per_second=nvlink_bytes_per_second(a, 6))
+        for a, b in combinations(node.gpus, 2)
+    )
+    return replace(node, links=links + node.links)
+
+
+def _grace(hostname: str, name: str, capability: int, *, gpus_per_cpu: int, bits_per_second: float) -> Machine:
+    """Returns a node of Grace CPUs with 4 GPUs, joined to their CPU over C2C alone, and a NIC for each."""
+    cpus = tuple(
+        Cpu(key=f"numa{i}", numa=i, socket=i, architecture="arm64", cores=f"{72 * i}-{72 * i + 71}")
+        for i in range(4 // gpus_per_cpu)
+    )
+    gpus = tuple(_gpu(i, f"{8 * (i % 2) + 16 * (i // 2):04x}:01:00.0", f"numa{i // gpus_per_cpu}", name, capability,
+                      GEN5) for i in range(4))  # fmt: skip
+    nics = tuple(_nic(f"mlx5_{i}", f"{i % 2 + 16 * (i // 2):04x}:03:00.0", f"numa{i // gpus_per_cpu}", bits_per_second,
+                      GEN5) for i in range(4))  # fmt: skip
+    links = tuple(DeviceLink(a=gpu.key, b=gpu.parent or "", kind="c2c") for gpu in gpus)
     return Machine(
-        hostname="gb200_nvl72", cpus=cpus, gpus=gpus, nics=nics, nvswitches=(NvSwitch(key="hidden"),), links=links,
-        links_known=True, sources=("preset",), virtual=False,
+        hostname=hostname, cpus=cpus, gpus=gpus, nics=nics, links=links, links_known=True, sources=("preset",),
+        virtual=False,
     )  # fmt: skip
 
 
@@ -189,7 +208,7 @@ def mi300x(name: str = "MI300X", architecture: str = "gfx942") -> Machine:
     Source: AMD Instinct MI300X and MI355X platform data sheets (7 Infinity Fabric links a GPU).
 
     Args:
-        name: Name of the GPUs; MI355X have the same links.
+        name: Name of the GPUs; MI350X and MI355X have the same links.
         architecture: Their architecture.
     """
     gpus = tuple(
@@ -293,7 +312,9 @@ PRESETS: dict[str, Callable[[], Machine]] = {
     "dgx_h100": dgx_h100,
     "dgx_spark": dgx_spark,
     "gb200_nvl72": gb200_nvl72,
+    "gh200": gh200,
     "mi300x": mi300x,
+    "mi350x": partial(mi300x, "MI350X", "gfx950"),
     "mi355x": partial(mi300x, "MI355X", "gfx950"),
     "p4d": p4d,
     "pcie_box": pcie_box,
@@ -305,26 +326,13 @@ PRESETS: dict[str, Callable[[], Machine]] = {
 }
 """Name for the command line -> function that describes such a machine."""
 
-_BY_GPU = (
-    *((part, "pcie_box") for part in ("PCIe", "PCIE", "NVL")),
-    ("A100", "dgx_a100"),
-    ("H100", "dgx_h100"),
-    ("H200", "dgx_h100"),
-    ("H800", "dgx_h100"),
-    ("GB200", "gb200_nvl72"),
-    ("GB300", "gb200_nvl72"),
-    ("B200", "dgx_b200"),
-    ("B300", "dgx_b200"),
-    ("GB10", "dgx_spark"),
-    ("MI300X", "mi300x"),
-    ("MI325X", "mi300x"),
-    ("MI350X", "mi355x"),
-    ("MI355X", "mi355x"),
-    ("RTX 5090", "rtx_5090"),
-    ("RTX PRO 6000", "rtx_pro_6000"),
-    ("8060S", "strix_halo"),
-)
-"""Part of a GPU's name -> preset with such GPUs; the first that fits counts. PCIe cards have no NVSwitch."""
+_BY_GPU = {
+    "pcie_box": ("PCIe", "PCIE", "NVL"), "dgx_a100": ("A100",), "gh200": ("GH200",),
+    "dgx_h100": ("H100", "H200", "H800"), "gb200_nvl72": ("GB200", "GB300"), "dgx_b200": ("B200", "B300"),
+    "dgx_spark": ("GB10",), "rtx_5090": ("RTX 5090",), "rtx_pro_6000": ("RTX PRO 6000",), "strix_halo": ("8060S",),
+    "mi300x": ("MI300X", "MI325X"), "mi350x": ("MI350X",), "mi355x": ("MI355X",),
+}  # fmt: skip
+"""Preset -> parts of its GPUs' names; the first that fits counts. PCIe cards have no NVSwitch."""
 
 
 def preset_with(gpu_name: str) -> str:
@@ -333,4 +341,4 @@ def preset_with(gpu_name: str) -> str:
     Args:
         gpu_name: Name that the driver reports.
     """
-    return next((preset for part, preset in _BY_GPU if part in gpu_name), "pcie_box")
+    return next((preset for preset, parts in _BY_GPU.items() if any(part in gpu_name for part in parts)), "pcie_box")

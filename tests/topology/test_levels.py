@@ -212,10 +212,11 @@ NAMES = {
     "NVIDIA A100-SXM4-80GB": "dgx_a100", "NVIDIA A100-PCIE-40GB": "pcie_box", "NVIDIA A100 80GB PCIe": "pcie_box",
     "NVIDIA H100 80GB HBM3": "dgx_h100", "NVIDIA H100 PCIe": "pcie_box", "NVIDIA H100 NVL": "pcie_box",
     "NVIDIA H200": "dgx_h100", "NVIDIA H200 NVL": "pcie_box", "NVIDIA H800": "dgx_h100",
-    "NVIDIA GH200 480GB": "dgx_h100", "NVIDIA B200": "dgx_b200", "NVIDIA B300 SXM6 AC": "dgx_b200",
+    "NVIDIA GH200 480GB": "gh200", "NVIDIA GH200 144G HBM3e": "gh200", "NVIDIA B200": "dgx_b200",
+    "NVIDIA B300 SXM6 AC": "dgx_b200",
     "NVIDIA GB200": "gb200_nvl72", "NVIDIA GB300": "gb200_nvl72", "NVIDIA GB10": "dgx_spark",
     "NVIDIA GeForce RTX 5090": "rtx_5090", "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx_pro_6000",
-    "AMD Instinct MI300X": "mi300x", "AMD Instinct MI325X OAM": "mi300x", "AMD Instinct MI350X": "mi355x",
+    "AMD Instinct MI300X": "mi300x", "AMD Instinct MI325X OAM": "mi300x", "AMD Instinct MI350X": "mi350x",
     "AMD Instinct MI355X": "mi355x", "Tesla T4": "pcie_box", "NVIDIA A10": "pcie_box", "NVIDIA L40S": "pcie_box",
 }  # fmt: skip
 """Name that a driver reports -> preset that the doctor's command names."""
@@ -237,3 +238,30 @@ def test_presets_of_blackwell_and_of_cdna4_have_their_own_links() -> None:
     assert mi355x == levels_of(PRESETS["mi300x"]())  # RCCL has one figure for the links of gfx94x and gfx950
     fabric = fabric_of(PRESETS["dgx_b200"]())
     assert fabric is not None and fabric.nvls and fabric.compute_capability == 100
+
+
+def test_a_node_of_gh200_has_the_links_of_an_h100_and_no_switch_that_sums() -> None:
+    """18 NVLinks a GPU, six to each of the others: the rate of a DGX H100, half its GPUs, and no NVSwitch."""
+    node, dgx = PRESETS["gh200"](), dgx_h100()
+    (inside, between), (dgx_inside, _) = levels_of(node), levels_of(dgx)
+    assert inside.bytes_per_second == pytest.approx(dgx_inside.bytes_per_second)
+    assert between.bytes_per_second == pytest.approx(4 * 25e9)
+    fabric, dgx_fabric = fabric_of(node), fabric_of(dgx)
+    assert fabric is not None and dgx_fabric is not None
+    assert (fabric.nvls, dgx_fabric.nvls) == (False, True)
+    assert nics_of_gpus(node) == {gpu.key: nic for gpu, nic in zip(node.gpus, node.nics, strict=True)}
+    assert {cpu.architecture for cpu in node.cpus} == {"arm64"} and len(node.cpus) == 4
+
+
+def test_mi350x_is_called_by_its_name() -> None:
+    machine = PRESETS["mi350x"]()
+    assert {gpu.name for gpu in machine.gpus} == {"AMD Instinct MI350X"}
+    assert {gpu.architecture for gpu in machine.gpus} == {"gfx950"}
+    assert levels_of(machine) == levels_of(PRESETS["mi355x"]())
+
+
+def test_links_of_a_generation_without_a_figure_are_said_to_be_unknown() -> None:
+    """Rubin: NVLink joins the GPUs, and NCCL 2.30 has no rate for its links."""
+    inside, _ = levels_of(dgx_h100("NVIDIA Rubin", 107))
+    assert inside.bytes_per_second is None
+    assert inside.source.startswith("unknown: NVLink") and "no figure" in inside.source
