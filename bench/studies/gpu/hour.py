@@ -5,10 +5,15 @@
 
 Each step is a command that can be run by hand as well. If a step fails whose success all later ones take for granted
 (kernels are right, sums are right), the hour ends: what is timed after that would mean nothing. How to read the JSON is
-in docs/develop/run_on_a_gpu.md. `--short` runs the same steps on small inputs, which shows in minutes that the hour
-itself works on a machine, the GPU stand-in of the tests included; its figures mean nothing.
+in docs/develop/run_on_a_gpu.md.
+
+A device that copies less than any GPU (an emulated one, as the stand-in of the tests) is noticed before the first step:
+there each step runs on its smallest inputs, and again on larger ones as long as those are foreseen to end within a
+budget of time. The JSON says how large the inputs were; its figures mean nothing. Time decides sizes alone: a larger
+input that does not end leaves the result of the smaller one. `--short` stops at the smallest inputs.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -17,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import timeit
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +39,20 @@ from gradwire.bench.terminal import write_json
 CHECKOUT = Path(__file__).resolve().parents[3]
 RESULT = "{result}"
 """Word of a command in whose place the path of its own JSON is put."""
+NOT_THROUGH = "not through after"
+SLOW_DEVICE = (
+    "This device copies {:.1f} GB/s, less than any GPU: it is emulated or slow. Each step begins with its smallest "
+    "inputs and takes larger ones as long as they end soon; its figures mean nothing"
+)
+SHARES = (0.0, 1 / 256, 1 / 16, 1.0)
+"""Shares of the full inputs and repetitions that a slow device is tried with; 0 is the least of each."""
+BUDGET_SECONDS = 240.0
+"""Time within which the next share must be foreseen to end on a slow device."""
+SLOW_SECONDS = 3600.0
+"""Longest time of a step there: only one that hangs is ended by it."""
+SLOWEST_GPU = 40e9
+"""Bytes per second that the slowest GPU copies in its memory: below it, the device is emulated or will not take the
+full inputs. A GTX 1650 has 128 GB/s on paper, of which a copy uses half each way; one core copies 5 to 20 GB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +67,7 @@ class HourStep:
             machines.
         decisive: Whether the hour ends if it fails.
         gpus: Number of GPUs that it needs; 0 if one is enough, which the machine has.
+        share: Share of the full inputs that its words ask for.
     """
 
     name: str
@@ -54,21 +76,25 @@ class HourStep:
     seconds: float = 900.0
     decisive: bool = False
     gpus: int = 0
+    share: float = 1.0
 
 
-def steps_of(gpus: int, *, short: bool = False) -> list[HourStep]:
+def steps_of(gpus: int, *, share: float = 1.0, seconds: float = 900.0) -> list[HourStep]:
     """Returns the steps of the hour, in order.
 
     Args:
         gpus: Number of GPUs of this machine.
-        short: Whether inputs are small and repetitions few, to try the steps themselves.
+        share: Share of the full inputs and repetitions, of each no less than what its program takes.
+        seconds: Longest time that a step may take.
     """
+
+    def sized(full: int, least: int, multiple: int = 1) -> str:
+        return str(max(least, int(full * share) // multiple * multiple))
+
     # Words of the commands.
     ranks = min(gpus, 8)
-    largest, training_steps, numels = ("64K", "8", (4096,)) if short else ("128M", "300", (25 << 18, 800 << 10))
-    checked = ("--ranks", "2", "--numel", "1100", "--bandwidth-numel", "0") if short else ()
-    repeats = ("--repeats", "2") if short else ()
-    rounds = ("--rounds", "2") if short else ()
+    checked = ("--ranks", str(max(2, ranks) if share == 1.0 else 2), "--numel", sized(1_000_003, 1100),
+               "--bandwidth-numel", sized(25 << 18, 1024, 1024) if share else "0")  # fmt: skip
     run, tests = (sys.executable, "-m"), (sys.executable, "-m", "pytest", "-q", "-m", "gpu")
     sanitizer = ("compute-sanitizer", "--error-exitcode", "1", "--tool")
     edges = ("tests/csrc", "-k", "4097 or large_input")
@@ -77,30 +103,14 @@ def steps_of(gpus: int, *, short: bool = False) -> list[HourStep]:
     modes = ("--nodes", nodes, "--modes", "flat,hierarchical,hierarchical:int8")
     hooks = ("--hook", "plain", "--hook", "gradwire", "--hook", "gradwire:int8")
     train = ("gradwire.bench.train.train", "--device", "cuda", *hooks)
-    sizes = ("bench", "all_reduce", "-b", "8", "-e", largest, "-f", "2", "-g", str(ranks), "--backend", "gradwire,nccl")
-    kernels = [
-        HourStep(
-            f"kernels, {numel} values",
-            (
-                *run,
-                "gradwire",
-                "bench",
-                "kernels",
-                "--device",
-                "cuda",
-                "--numel",
-                str(numel),
-                *repeats,
-                "--json",
-                RESULT,
-            ),
-            "share of a copy's bandwidth: 0.9 at 25 MiB; at what one of eight ranks has of that, the launch decides",
-        )
-        for numel in numels
-    ]
+    largest = sized(128 << 20, 64 << 10)
+    sizes = f"bench all_reduce -b 8 -e {largest} -f 2 -g {ranks} --backend gradwire,nccl".split()
+    kernels = f"gradwire bench kernels --device cuda --repeats {sized(15, 2)} --json {RESULT} --numel".split()
+    of_floor = "share of a copy's bandwidth: 0.9 at 25 MiB; at what one of eight ranks has of that, the launch decides"
     # Decisive steps first: if one fails, later figures mean nothing.
-    return [
-        HourStep("selftest", (*run, "gradwire", "selftest", "--seconds", "850", *checked, "--json", RESULT),
+    steps = [
+        HourStep("selftest",
+                 (*run, "gradwire", "selftest", "--seconds", f"{seconds - 50:g}", *checked, "--json", RESULT),
                  "kernels load, launch and are right; NCCL takes every call and its sums are exact", decisive=True),
         HourStep("memcheck", (*sanitizer, "memcheck", *tests, *edges),
                  "no kernel leaves its tensors, and no wide access is misaligned", decisive=True),
@@ -111,17 +121,59 @@ def steps_of(gpus: int, *, short: bool = False) -> list[HourStep]:
         HourStep("lost rank", (*tests, "tests/comms/bootstrap/test_lost_rank_on_gpu.py"),
                  "a step that loses a rank ends in NaN or an error, never in one rank's own gradients",
                  decisive=True, gpus=2),
-        HourStep("host cost", (*torchrun, "gradwire.bench.studies.gpu.host_ratio", *modes, *rounds),
+        HourStep("host cost", (*torchrun, "gradwire.bench.studies.gpu.host_ratio", *modes, "--rounds", sized(15, 2)),
                  "the host keeps up: flat at most 1.10 of torch's own hook, hierarchical at most 2.5", gpus=2),
-        *kernels,
+        HourStep("kernels", (*run, *kernels, sized(25 << 18, 4096, 1024)), of_floor),
+        HourStep("kernels, one rank of eight", (*run, *kernels, sized(800 << 10, 4096, 1024)), of_floor),
         HourStep("all_reduce",
                  ("env", "NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=TUNING", *run, "gradwire", *sizes, "-J", RESULT),
                  "NCCL takes the same algorithm for both (NVLS with an NVSwitch), bus bandwidth within 3 %", gpus=2),
-        HourStep("trainings", (*torchrun, *train, "--steps", training_steps, "--json", RESULT),
+        HourStep("trainings", (*torchrun, *train, "--steps", sized(300, 8), "--json", RESULT),
                  "the exact hook takes plain DDP's time within 1 %, and int8 follows its losses", gpus=2),
         HourStep("two machines", ("torchrun", "--nnodes=2", f"--nproc-per-node={ranks}", "-m", *train),
                  "sums are plain DDP's; a rank that ends by kill -9 or kill -STOP is named within 11 s", seconds=0.0),
     ]  # fmt: skip
+    return [replace(step, share=share, seconds=min(step.seconds, 1.0) * seconds) for step in steps]
+
+
+def copy_bytes_per_second(device: torch.device) -> float:
+    """Measures how fast a device copies 64 MiB of its memory, the best of five times.
+
+    Args:
+        device: CUDA device.
+    """
+    source = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    seconds = timeit.repeat(lambda: (target.copy_(source), torch.cuda.synchronize(device)), number=1, repeat=5)
+    return source.numel() / min(seconds)
+
+
+def grow(versions: Sequence[HourStep], run: Callable[[HourStep], dict[str, object]]) -> dict[str, object]:
+    """Runs a step on growing inputs, and returns the entry of the largest that ended.
+
+    The second size follows if the first took a quarter of the budget at most; a later one if the time that the last
+    growth took, as many times as the inputs grow now, fits in the budget.
+
+    Args:
+        versions: The step with its inputs, smallest first; those with the same words as one before are left out.
+        run: Runs a step and returns its entry of the JSON.
+    """
+    unlike = list({version.words: version for version in versions}.values())
+    entry = run(unlike[0]) | {"share": unlike[0].share}
+    smaller: list[dict[str, object]] = []
+    for last, step in itertools.pairwise(unlike):
+        if entry["outcome"] != PASS:
+            break
+        took = float(str(entry["seconds"]))
+        more = max(0.0, took - float(str(smaller[-1]["seconds"]))) * step.share / last.share if smaller else 3 * took
+        if took + more > BUDGET_SECONDS:
+            return entry | {"smaller": smaller, "larger": f"left out: {took + more:.0f} s foreseen"}
+        smaller.append({"share": entry["share"], "seconds": took})
+        larger = run(replace(step, seconds=4 * BUDGET_SECONDS)) | {"share": step.share}
+        if str(larger.get("reason", "")).startswith(NOT_THROUGH):
+            return entry | {"smaller": smaller[:-1], "larger": f"left out: {larger['reason']}"}
+        entry = larger
+    return entry | ({"smaller": smaller} if smaller else {})
 
 
 def attempt(step: HourStep, gpus: int) -> dict[str, object]:
@@ -149,7 +201,7 @@ def attempt(step: HourStep, gpus: int) -> dict[str, object]:
             output, reason = process.communicate(timeout=step.seconds)[0], f"exit status {process.returncode}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output, reason = process.communicate()[0], f"not through after {step.seconds:g} s"
+            output, reason = process.communicate()[0], f"{NOT_THROUGH} {step.seconds:g} s"
         finally:
             if process.poll() is None:  # interrupted
                 os.killpg(process.pid, signal.SIGKILL)
@@ -192,7 +244,7 @@ def main(argv: list[str], steps: Sequence[HourStep] | None = None) -> int:
     """
     parser = StudyParser("gpu.hour", __doc__)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--short", action="store_true", help="small inputs: tries the steps, measures nothing")
+    parser.add_argument("--short", action="store_true", help="smallest inputs: tries the steps, measures nothing")
     options = parser.parse_args(argv)
     gpus = torch.cuda.device_count()
     try:
@@ -202,11 +254,17 @@ def main(argv: list[str], steps: Sequence[HourStep] | None = None) -> int:
     except ValueError as error:
         print(f"gradwire selftest --hour: {error}", file=sys.stderr)
         return 2
-    steps = steps_of(gpus, short=options.short) if steps is None else steps
-    entries: list[dict[str, object]] = []
-    for step in steps:
+    rate = copy_bytes_per_second(torch.device("cuda")) if steps is None else None
+    slow = rate is not None and rate < SLOWEST_GPU
+    if rate is not None and slow:
+        print(SLOW_DEVICE.format(rate / 1e9), flush=True)
+    shares, seconds = (SHARES, SLOW_SECONDS) if slow else ((1.0,), 900.0)
+    sizes = [steps_of(gpus, share=share, seconds=seconds) for share in ((0.0,) if options.short else shares)]
+    versions = list(zip(*sizes, strict=True)) if steps is None else [(step,) for step in steps]
+    steps, entries = [each[0] for each in versions], []
+    for step, growing in zip(steps, versions, strict=True):
         print(f"{step.name}: {' '.join(step.words)}", flush=True)
-        entries.append(attempt(step, gpus))
+        entries.append(grow(growing, partial(attempt, gpus=gpus)))
         print(f"{step.name}: {entries[-1]['outcome']} {entries[-1].get('reason', '')}".rstrip(), flush=True)
         record = {
             "kind": "hour",
@@ -214,6 +272,7 @@ def main(argv: list[str], steps: Sequence[HourStep] | None = None) -> int:
             "machine": machine_line(),
             "gpus": gpus,
             "short": options.short,
+            "copy_bytes_per_second": rate,
             "decision": decision(steps, entries),
         }
         write_json(options.json, record)

@@ -73,11 +73,11 @@ def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:
     assert found["steps"][0]["reason"] == "no-such-sanitizer is not on PATH"
 
 
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("share", hour.SHARES)
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_every_command_names_what_there_is(gpus: int, short: bool) -> None:
+def test_every_command_names_what_there_is(gpus: int, share: float) -> None:
     """Files and modules of the steps exist, and what decides comes before what is only measured."""
-    steps = steps_of(gpus, short=short)
+    steps = steps_of(gpus, share=share)
     decisive = [step.decisive for step in steps]
     assert decisive == sorted(decisive, reverse=True)
     for step in steps:
@@ -89,14 +89,88 @@ def test_every_command_names_what_there_is(gpus: int, short: bool) -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_the_short_hour_has_the_same_checks_and_programs(gpus: int) -> None:
-    whole, short = steps_of(gpus), steps_of(gpus, short=True)
-    sized = [step for step in whole if not step.name.startswith("kernels")]
-    same = [step for step in short if not step.name.startswith("kernels")]
-    assert [(step.name, step.decides, step.gpus, step.words[:4]) for step in sized] == [
-        (step.name, step.decides, step.gpus, step.words[:4]) for step in same
+@pytest.mark.parametrize("share", hour.SHARES)
+def test_smaller_inputs_are_those_of_the_same_programs(gpus: int, share: float) -> None:
+    whole, part = steps_of(gpus), steps_of(gpus, share=share)
+    assert [(step.name, step.decides, step.gpus, step.words[:4]) for step in whole] == [
+        (step.name, step.decides, step.gpus, step.words[:4]) for step in part
     ]
-    assert any(step.name.startswith("kernels") for step in short)
+    assert all(len(step.words) == len(other.words) for step, other in zip(whole, part, strict=True))
+    assert part[-1].seconds == 0.0  # two machines
+
+
+class Device:
+    """Runs steps in a time of its own: `start` seconds, and `full` more for the full inputs."""
+
+    def __init__(self, start: float, full: float, **at: dict[str, object]) -> None:
+        self.start, self.full, self.at = start, full, at
+        self.ran: list[float] = []
+
+    def __call__(self, step: HourStep) -> dict[str, object]:
+        self.ran.append(step.share)
+        taken = {"outcome": "pass", "seconds": self.start + self.full * step.share}
+        return taken | self.at.get(f"share_{step.share:g}", {})
+
+
+def versions() -> list[HourStep]:
+    return [HourStep("kernels", ("bench", str(share)), "speed", share=share) for share in hour.SHARES]
+
+
+@pytest.mark.parametrize(
+    ("start", "full", "ran"),
+    [
+        (10.0, 20.0, [0.0, 1 / 256, 1 / 16, 1.0]),  # all of it ends soon
+        (30.0, 2000.0, [0.0, 1 / 256, 1 / 16]),  # 155 s for a sixteenth: the whole would take 2030 s
+        (30.0, 100_000.0, [0.0, 1 / 256]),
+        (80.0, 0.0, [0.0]),  # the programs alone take long to start
+    ],
+)
+def test_inputs_grow_as_long_as_the_next_are_foreseen_to_end(start: float, full: float, ran: list[float]) -> None:
+    device = Device(start, full)
+    entry = hour.grow(versions(), device)
+    assert device.ran == ran and entry["outcome"] == "pass" and entry["share"] == ran[-1]
+    said = entry.get("larger", "")
+    assert ("s foreseen" in str(said)) == (ran[-1] != 1.0)
+    assert [each["share"] for each in entry.get("smaller", [])] == ran[:-1]  # type: ignore[attr-defined]
+
+
+def test_a_larger_input_that_does_not_end_is_no_verdict_but_one_that_fails_is() -> None:
+    late = {"outcome": "fail", "reason": f"{hour.NOT_THROUGH} 960 s"}
+    entry = hour.grow(versions(), Device(10.0, 20.0, **{"share_0.0625": late}))
+    assert (entry["outcome"], entry["share"]) == ("pass", 1 / 256) and "not through" in str(entry["larger"])
+    wrong = {"outcome": "fail", "reason": "exit status 1"}
+    device = Device(10.0, 20.0, **{"share_0.0625": wrong})
+    entry = hour.grow(versions(), device)
+    assert (entry["outcome"], entry["reason"], entry["share"]) == ("fail", "exit status 1", 1 / 16)
+    assert device.ran == [0.0, 1 / 256, 1 / 16]
+
+
+def test_a_step_without_a_size_runs_once() -> None:
+    device = Device(500.0, 0.0)
+    same = [HourStep("NCCL", ("pytest",), "order", share=share) for share in hour.SHARES]
+    assert hour.grow(same, device)["share"] == 1.0 and device.ran == [1.0]
+
+
+@pytest.mark.parametrize(("rate", "shares"), [(5e9, hour.SHARES), (120e9, (1.0,))])
+def test_a_device_slower_than_any_gpu_is_noticed_before_the_first_step(
+    rate: float, shares: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The JSON says how fast the device is, and how large the inputs of each step were."""
+    asked: list[float] = []
+
+    def steps(gpus: int, *, share: float, seconds: float) -> list[HourStep]:
+        asked.append(share)
+        return [HourStep("kernels", (sys.executable, "-c", f"print({share})"), "speed", seconds=seconds, share=share)]
+
+    monkeypatch.setattr(hour, "copy_bytes_per_second", lambda device: rate)
+    monkeypatch.setattr(hour, "steps_of", steps)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    file = tmp_path / "hour.json"
+    assert hour.main(["--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert tuple(asked) == shares and found["copy_bytes_per_second"] == rate
+    [entry] = found["steps"]
+    assert entry["share"] in shares and entry["output"] == [str(entry["share"])]
 
 
 def test_what_the_hour_lacks_is_said_with_how_to_get_it(
