@@ -11,12 +11,12 @@ touch "$folder/state/status"
 options=(-q -o APT::Architecture=arm64 -o "APT::Architectures::=arm64" -o Dir::State="$folder/state" -o Dir::State::status="$folder/state/status"
   -o Dir::Cache="$folder/cache" -o APT::Sandbox::User=)
 
-# An Arm Python with its headers, and the libraries that both load.
-if [ ! -e "$folder/root/python" ]; then
+# An Arm Python with its headers, and the libraries that both load; torch's Python code loads libffi, bz2 and lzma.
+if [ ! -e "$folder/root/usr/lib/aarch64-linux-gnu/libffi.so.8" ]; then
   apt-get "${options[@]}" update
   version=$(apt-cache "${options[@]}" show python3 | sed -n 's/^Version: \([0-9]*\.[0-9]*\).*/\1/p' | head -n 1)
   (cd "$folder/packages" && apt-get "${options[@]}" download "python$version-minimal" "libpython$version-minimal" "libpython$version-stdlib" \
-    "libpython$version-dev" libc6 libc6-dev linux-libc-dev libgcc-s1 libstdc++6 zlib1g libexpat1)
+    "libpython$version-dev" libc6 libc6-dev linux-libc-dev libgcc-s1 libstdc++6 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5)
   for package in "$folder"/packages/*.deb; do dpkg -x "$package" "$folder/root"; done
   ln -sf "usr/bin/python$version" "$folder/root/python"
 fi

@@ -1,16 +1,24 @@
-"""Law: the compiled kernels give the same bits on 64-bit Arm as on x86-64, codecs and shared memory alike.
+"""Law: the compiled kernels give the same bits on 64-bit Arm as on x86-64, codecs and shared memory alike, and ranks of
+both train one model.
 
-`make aarch64` runs it: a cross compiler makes the Arm module, and qemu's user-mode emulation runs it in an Arm Python.
+`make aarch64` runs it: a cross compiler makes the Arm module, and qemu's user-mode emulation runs it in an Arm Python,
+with torch's own build for Arm where there is one (arm_torch.py).
 An emulated processor rounds as a real one does; how fast the code is there, it does not tell.
 """
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from aarch64.arm_torch import NoArmTorchError, prepare
 from gradwire import _native
 
 FOLDER = Path(__file__).parent
@@ -60,3 +68,44 @@ def test_the_plain_loops_give_the_same_bits_here() -> None:
     best = results([sys.executable], Path(_native.__file__), _native.isa())
     plain = results([sys.executable], Path(_native.__file__), "plain")
     assert [case for case in plain if plain[case] != best[case]] == []
+
+
+def train(commands: Sequence[list[str]], environments: Sequence[dict[str, str]], *words: str) -> list[dict[str, Any]]:
+    """Runs training.py in a process for each rank, and returns what each has said; one that fails ends the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(FOLDER / "training.py"), *words],
+            env={**os.environ, **job, "RANK": str(rank), "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+        )
+        for rank, (command, environment) in enumerate(zip(commands, environments, strict=True))
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            time.sleep(0.2)
+        assert [rank.poll() for rank in ranks] == [0] * len(ranks)
+        return [json.loads(rank.communicate()[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_ranks_of_both_processors_train_one_model(arm_python: list[str]) -> None:
+    """Over gloo between two nodes, and through shared memory on one: replicas stay alike, whatever their processors;
+    and gradients that are the same on both lead to the weights that two ranks of this machine have."""
+    try:
+        arm = prepare(BUILT)
+    except NoArmTorchError as error:
+        pytest.skip(str(error))
+    here, words = [sys.executable], ("int8", "ab", "aa")
+    mixed = train([here, arm_python], [{}, arm], *words)
+    assert [each["isa"] for each in mixed] == [_native.isa(), "neon"]
+    assert mixed[0]["weights"] == mixed[1]["weights"]
+    alike = train([here, here], [{}, {}], *words)
+    for case, weights in alike[0]["weights"].items():
+        assert not case.startswith("elementwise") or mixed[0]["weights"][case] == weights, case

@@ -141,20 +141,22 @@ def libraries_of(folder: Path) -> Iterator[Path]:
     yield from (path for path in folder.iterdir() if ".so" in path.name and path.is_file())
 
 
-def symbols(library: Path, kind: str) -> set[str]:
+def symbols(library: Path, kind: str, tools: str = "") -> set[str]:
     """Dynamic symbols of a library, without versions; `kind` is --undefined-only or --defined-only."""
-    lines = run("nm", "-D", kind, library).splitlines()
+    lines = run(f"{tools}nm", "-D", kind, library).splitlines()
     return {line.split()[-1].split("@")[0] for line in lines if line.split()[-2] != "w"}
 
 
-def needed_libraries(library: Path) -> set[str]:
+def needed_libraries(library: Path, tools: str = "") -> set[str]:
     """What a library asks the loader for."""
-    return set(re.findall(r"\(NEEDED\).*\[(.+)\]", run("readelf", "-d", library)))
+    return set(re.findall(r"\(NEEDED\).*\[(.+)\]", run(f"{tools}readelf", "-d", library)))
 
 
-def machine_libraries(needed: set[str]) -> list[Path]:
+def machine_libraries(needed: set[str], tools: str = "") -> list[Path]:
     """Where the machine's own libraries of `needed` lie."""
-    found = {name: run("c++", f"-print-file-name={name}").strip() for name in needed if EVERYONES_LIBRARY.match(name)}
+    compiler = f"{tools}g++" if tools else "c++"
+    names = [name for name in needed if EVERYONES_LIBRARY.match(name)]
+    found = {name: run(compiler, f"-print-file-name={name}").strip() for name in names}
     return [Path(path) for path in found.values() if Path(path).is_absolute()]
 
 
@@ -166,6 +168,7 @@ def write_stubs(
     unknown: str,
     answers: Mapping[str, str],
     links: Sequence[Path] = (),
+    tools: str = "",
 ) -> int:
     """Makes every NVIDIA library that torch's ask for and that is not in `libraries`.
 
@@ -177,23 +180,33 @@ def write_stubs(
             with its name that has no answer.
         answers: Functions that do something else: name -> its C definition.
         links: Libraries that the sources need.
+        tools: What the names of the compiler and of nm begin with, `aarch64-linux-gnu-`, where torch is another
+            processor's.
 
     Returns:
         The number of functions without an answer.
     """
     own = list(libraries_of(packages / "torch" / "lib"))
-    needed = set().union(*(needed_libraries(library) for library in own)) - {library.name for library in own}
+    needed = set().union(*(needed_libraries(library, tools) for library in own)) - {library.name for library in own}
     missing = {name for name in needed if NVIDIA_LIBRARY.match(name) and not (libraries / name).exists()}
-    wanted = set().union(*(symbols(library, "--undefined-only") for library in own))
-    for library in [*own, *libraries_of(libraries), *machine_libraries(needed)]:
-        wanted -= symbols(library, "--defined-only")
+    wanted = set().union(*(symbols(library, "--undefined-only", tools) for library in own))
+    for library in [*own, *libraries_of(libraries), *machine_libraries(needed, tools)]:
+        wanted -= symbols(library, "--defined-only", tools)
     answered = {name: text for name, text in answers.items() if name in wanted}
     wanted -= answered.keys()
     source = scratch / "stubs.c"
     lines = [f'int {name}(void) {{ return unknown_call("{name}"); }}' for name in sorted(wanted)]
     source.write_text("\n".join([unknown, *answered.values(), *lines]) + "\n")
     stubs = libraries / STUBS
-    shared = ("cc", "-shared", "-fPIC", "-O1", "-fno-builtin", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed")
+    shared = (
+        f"{tools}gcc" if tools else "cc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-fno-builtin",
+        "-Wl,-rpath,$ORIGIN",
+        "-Wl,--no-as-needed",
+    )
     run(*shared, f"-Wl,-soname,{stubs.name}", source, "-o", stubs, *links)
     empty = scratch / "empty.c"
     empty.touch()
