@@ -79,6 +79,20 @@ def tiers() -> tuple[str, ...]:
     return SLOW + LONG
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out, unread, the files of which `-m long` or `-m "not long"` takes no test.
+
+    Every worker collects by itself: torch's modules that only those files import cost each of them seconds.
+    """
+    expression = config.getoption("markexpr")
+    node = collection_path.relative_to(config.rootpath).as_posix()
+    if expression == "long":
+        return None if any(line.startswith(node) or node.startswith(line) for line in LONG) else True
+    if expression in ("not long", "not slow and not long"):
+        return True if node.startswith(LONG) else None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what `make test-fast` and `make test` leave out, and puts the files first that have most of it.
 
