@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,8 +76,24 @@ def _server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
+Hosts = Callable[[int], EmulatedCluster]
+
+
+@pytest.fixture(scope="session")
+def _hosts(request: pytest.FixtureRequest) -> Iterator[Hosts | None]:
+    """A function from a number to so many emulated hosts; None where ranks stay on this machine.
+
+    They are made once for all tests: making them takes as long as most jobs that run there.
+    """
+    network = request.config.getoption("--hosts-network")
+    with ExitStack() as held:
+        yield network and cache(
+            lambda number: held.enter_context(EmulatedCluster([1] * number, names="none", network=network))
+        )
+
+
 @contextmanager
-def _starter(server: multiprocessing.context.ForkServerContext, network: str | None = None) -> Iterator[Processes]:
+def _starter(server: multiprocessing.context.ForkServerContext, emulated: Hosts | None = None) -> Iterator[Processes]:
     started: list[multiprocessing.process.BaseProcess] = []
     held = ExitStack()
 
@@ -106,8 +123,8 @@ def _starter(server: multiprocessing.context.ForkServerContext, network: str | N
         }
         places = [0] * size if nodes is None else [list(dict.fromkeys(nodes)).index(node) for node in nodes]
         hosts: list[int | None] = [None] * size
-        if network is not None:
-            cluster = held.enter_context(EmulatedCluster([1] * (max(places) + 1), names="none", network=network))
+        if emulated is not None:
+            cluster = emulated(max(places) + 1)
             common |= {"MASTER_ADDR": cluster.address(places[0]), "GLOO_SOCKET_IFNAME": INTERFACE}
             hosts = [cluster.process(place) for place in places]
         if agent:
@@ -136,9 +153,7 @@ def _starter(server: multiprocessing.context.ForkServerContext, network: str | N
 
 
 @pytest.fixture
-def processes(
-    _server: multiprocessing.context.ForkServerContext, request: pytest.FixtureRequest
-) -> Iterator[Processes]:
+def processes(_server: multiprocessing.context.ForkServerContext, _hosts: Hosts | None) -> Iterator[Processes]:
     """Starts ranks as processes, with torchrun's variables set and a free port for the store.
 
     `processes(size, target, *arguments, nodes=["a", "a", "b"], environment={}, seconds=90, lost=(), agent=False)`:
@@ -147,7 +162,7 @@ def processes(
     does: the loss of rank 0 does not take it along. Whatever is still there after `seconds`, or when the test ends, is
     killed.
     """
-    with _starter(_server, request.config.getoption("--hosts-network")) as run:
+    with _starter(_server, _hosts) as run:
         yield run
 
 
