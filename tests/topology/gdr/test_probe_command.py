@@ -1,5 +1,6 @@
 """`gradwire gdr-check --prove` from the drivers' calls to table and exit code, on a healthy machine with stand-ins."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +11,25 @@ from gradwire.topology.gdr import sources
 from gradwire.topology.gdr.example import ExampleMachine
 from gradwire.topology.gdr.inputs import collect
 from gradwire.topology.gdr.inputs.child import run_child
+from gradwire.topology.gdr.inputs.facts import RawFacts
 
 GdrCheck = Callable[..., tuple[int, str]]
+
+OF_THE_PROBE_ALONE = re.compile(r"((ibv_reg_mr|ibv_reg_dmabuf_mr|cuMemAlloc_v2)=\d+ ?)*")
+"""Errors of calls that only the child makes which registers memory: the libraries answer as on a healthy machine."""
+
+
+@pytest.fixture(scope="module")
+def healthy() -> dict[str, RawFacts]:
+    """What a healthy machine's libraries have answered, by name: each child is an interpreter that starts."""
+    return {}
 
 
 @pytest.fixture
 def check(
     standins: Callable[..., dict[str, str]],
     complaints: Callable[[], list[str]],
+    healthy: dict[str, RawFacts],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -27,11 +39,23 @@ def check(
     machine.write_tree()
     monkeypatch.setattr(sources, "LIVE_ROOT", machine.root)
 
+    ask_library = collect._ask_library
+
+    def ask(name: str) -> RawFacts:
+        if name != "probe" and name in healthy:
+            return healthy[name]
+        found = ask_library(name)
+        if name != "probe":
+            healthy[name] = found
+        return found
+
     def run(plan: str, *, old: tuple[str, ...] = (), missing: tuple[str, ...] = ()) -> tuple[int, str]:
         if "peer memory" in missing:
             machine.remove("sys/module/nvidia_peermem", "sys/kernel/mm/memory_peers")
         for name, value in standins(plan, old=old).items():
             monkeypatch.setenv(name, value)
+        if not old and not missing and OF_THE_PROBE_ALONE.fullmatch(plan):
+            monkeypatch.setattr(collect, "_ask_library", ask)
         status = gdr_check.main(["--prove"])
         assert complaints() == []
         return status, " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -45,8 +69,11 @@ def check(
         ("", 0, "U1: 0000:03:00.0 with mlx5_0: peer memory ok, dma-buf ok"),
         ("ibv_reg_mr=14", 0, "peer memory EFAULT (Bad address), dma-buf ok"),
         ("ibv_reg_dmabuf_mr=95", 0, "peer memory ok, dma-buf EOPNOTSUPP (Operation not supported)"),
-        ("ibv_reg_mr=14 ibv_reg_dmabuf_mr=95", 2, "0 of 1 GPUs have a pair that will use GPUDirect RDMA"),
-        ("ibv_reg_mr=14 ibv_reg_dmabuf_mr=95", 2, "fix (not applied): EFAULT: no peer memory"),
+        (
+            "ibv_reg_mr=14 ibv_reg_dmabuf_mr=95",
+            2,
+            "0 of 1 GPUs have a pair that will use GPUDirect RDMA ... fix (not applied): EFAULT: no peer memory",
+        ),
         ("ibv_reg_mr=12 ibv_reg_dmabuf_mr=12", 2, "ENOMEM (Cannot allocate memory)"),
         (
             "ibv_reg_mr=14 attribute_124=0",
@@ -68,7 +95,7 @@ def check(
 )
 def test_what_the_drivers_do_is_what_the_table_says(check: GdrCheck, plan: str, status: int, words: str) -> None:
     found, text = check(plan)
-    assert words in text
+    assert all(each in text for each in words.split(" ... "))
     assert found == status, text
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.topology.gdr.inputs import collect
 from gradwire.topology.gdr.inputs.collect import ask_libraries, merged
 from gradwire.topology.gdr.inputs.environment import child_environment
 
@@ -19,11 +20,16 @@ Ask = Callable[..., dict[str, object]]
 def asked(
     standins: Callable[..., dict[str, str]], complaints: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> Ask:
-    """Returns a function from a plan to everything that the libraries answer; a wrong call to them fails the test."""
+    """Returns a function from a plan to everything that the libraries answer; a wrong call to them fails the test.
 
-    def answers(plan: str = "", *, old: tuple[str, ...] = ()) -> dict[str, object]:
+    `by="probe"` asks none but the child that registers memory: each child is an interpreter that starts.
+    """
+
+    def answers(plan: str = "", *, old: tuple[str, ...] = (), by: str = "") -> dict[str, object]:
         for name, value in standins(plan, old=old).items():
             monkeypatch.setenv(name, value)
+        if by == "probe":
+            monkeypatch.setattr(collect, "_LIBRARIES", ())
         found = ask_libraries(prove=True)
         assert complaints() == []
         return found
@@ -56,11 +62,11 @@ def attempts(answers: dict[str, object]) -> list[dict[str, object]]:
     ],
 )
 def test_every_outcome_of_a_registration(asked: Ask, plan: str, expected: dict[str, object]) -> None:
-    assert attempts(asked(plan)) == [{"gpu": GPU, "device": "mlx5_0"} | expected]
+    assert attempts(asked(plan, by="probe")) == [{"gpu": GPU, "device": "mlx5_0"} | expected]
 
 
 def test_every_device_is_tried(asked: Ask) -> None:
-    assert [attempt["device"] for attempt in attempts(asked("devices=2"))] == ["mlx5_0", "mlx5_1"]
+    assert [attempt["device"] for attempt in attempts(asked("devices=2", by="probe"))] == ["mlx5_0", "mlx5_1"]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,7 @@ def test_every_device_is_tried(asked: Ask) -> None:
     ],
 )
 def test_a_probe_with_nothing_to_try(asked: Ask, plan: str, expected: str) -> None:
-    found = asked(plan)
+    found = asked(plan, by="probe")
     assert "registrations" not in found and found["probe_error"] == expected
 
 
@@ -106,7 +112,7 @@ def test_old_libraries_lack_calls_and_say_so(asked: Ask) -> None:
 def test_a_new_libibverbs_over_an_old_driver(asked: Ask) -> None:
     note = "no dma-buf: this driver has no cuMemGetHandleForAddressRange"
     expected = {"gpu": GPU, "device": "mlx5_0", "peermem_errno": 0, "note": note}
-    assert attempts(asked(old=("cuda",))) == [expected]
+    assert attempts(asked(old=("cuda",), by="probe")) == [expected]
 
 
 @pytest.mark.parametrize(
