@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import io
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,9 @@ MOST_OPTIONS = 15
 LAYOUT = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
+@cache
 def lines_of_code(file: Path) -> int:
-    """Lines that hold code."""
+    """Lines that hold code; each file is read once, for its own budget and its folder's."""
     text = file.read_text(encoding="utf-8")
     described: set[int] = set()
     for node in ast.walk(ast.parse(text)):

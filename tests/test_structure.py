@@ -4,6 +4,7 @@ import ast
 import logging
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,12 +52,21 @@ MESSENGERS = ("comms", "compressors", "gradwire", "topology")
 """Packages that run in a user's job."""
 
 
+@cache
+def nodes_of(file: Path) -> tuple[ast.AST, ...]:
+    """Everything in a file; each is read once for all tests."""
+    return tuple(ast.walk(ast.parse(file.read_text())))
+
+
 def calls_of(name: str) -> Iterator[tuple[Path, ast.Call]]:
     """Yields each call of a function or method of this name in `MESSENGERS`, with its file."""
     for package in MESSENGERS:
         for file in sorted((COMMS.parent / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name:
+            for node in nodes_of(file):
+                if not isinstance(node, ast.Call):
+                    continue
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+                if called == name:
                     yield file, node
 
 
@@ -85,10 +95,10 @@ OWN_PAGE = re.compile(
 )
 
 
-def texts_of(tree: ast.AST) -> Iterator[ast.Constant]:
+def texts_of(nodes: tuple[ast.AST, ...]) -> Iterator[ast.Constant]:
     """Yields the texts in a file that are no docstrings."""
-    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    described = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in described:
             yield node
 
@@ -99,13 +109,13 @@ def test_messages_name_a_page_where_readers_of_an_installed_wheel_find_it() -> N
     for file in (file for folder in SHIPPED for file in sorted((root / folder).rglob("*.py"))):
         if file.is_relative_to(root / "bench" / "studies") or file == root / "topology" / "wording.py":
             continue
-        tree = ast.parse(file.read_text())
+        nodes = nodes_of(file)
         named = {
             id(node.args[0]): ast.literal_eval(node.args[0])
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "page"
+            for node in nodes
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "page"
         }
         pages.update(named.values())
-        wrong = [node.value for node in texts_of(tree) if OWN_PAGE.search(str(node.value)) and id(node) not in named]
+        wrong = [node.value for node in texts_of(nodes) if OWN_PAGE.search(str(node.value)) and id(node) not in named]
         assert not wrong, f"{file}: {wrong}; name it by `page(...)` of topology/wording.py"
     assert pages and set(map(Path, pages)) <= PAGES
