@@ -444,7 +444,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             warn_of_idle(self.config.rules, self.names.numels(), UNNAMED)
         # Send the rest of the gradients.
         self._launch(session, session.grouping.end_step())
-        executor = session.communicator.executor
+        executor, report = session.communicator.executor, session.communicator.report
         executor.release()
         executor.stats.read_times()
         # Pass the step to the listeners; the compressor's is among the first.
@@ -453,7 +453,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         sparse, self._sparse = self._sparse, []
         together, timed = self._is_together(), executor.stats.timing
         session.listeners.step_ended(
-            EndedStep(self.steps, buckets, transfers, self.report, timed=timed, together=together, sparse=sparse)
+            EndedStep(self.steps, buckets, transfers, report, timed=timed, together=together, sparse=sparse)
         )
         # Raise a failure last, so that all ranks have run the same collectives before.
         if buckets:

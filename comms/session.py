@@ -260,12 +260,12 @@ class AveragingSession:
         self._sizes = tuple(sizes)
 
     def report(self, steps: int) -> Report:
-        """Returns the report, with the lines that listeners add.
+        """Returns the report, with the stragglers and stalls that were found.
 
         Args:
             steps: Number of steps so far.
         """
-        return self.listeners.add_to(self.communicator.report(steps))
+        return self.observer.add_to(self.communicator.report(steps))
 
     def state_dict(self) -> StateDict:
         """Returns this rank's compressor state; empty without a compressor."""
@@ -518,7 +518,8 @@ class TrainingState(Generic[S]):
     ) -> int | None:
         """Exports metrics of this rank for Prometheus, updated at the ends of steps.
 
-        A second call adds a file or a port, or replaces the earlier one; an export that it does not name goes on. Its
+        A last update, at `close()` or at exit, has all steps; a signal that kills the process leaves that out. A second
+        call adds a file or a port, or replaces the earlier one; an export that it does not name goes on. Its
         `every_seconds` holds for both.
 
         Args:

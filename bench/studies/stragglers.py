@@ -79,7 +79,7 @@ class WatchedRank:
             self.communicator.start(AllReduce((flat,), None, (bucket,)), scale=1 / self.communicator.size)
             buckets.append(bucket)
         self.steps += 1
-        self.observer.step_ended(EndedStep(self.steps, buckets, (), lambda: self.communicator.report(self.steps)))
+        self.observer.step_ended(EndedStep(self.steps, buckets, (), self.communicator.report))
         for bucket in buckets:
             bucket.result().wait()
 

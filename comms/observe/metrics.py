@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Protocol
 
+from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.files import replace_text
@@ -30,13 +30,6 @@ POLL_SECONDS = 5.0
 """Interval between two checks for clients that have sent no request for too long."""
 
 
-class Exported(Protocol):
-    """A report that can be exported as metrics."""
-
-    def to_prometheus(self) -> str:
-        """Returns the metrics in the text format of Prometheus."""
-
-
 class _Scrapes:
     """HTTP server of the metrics: one thread, and as many clients at a time as `PendingConnections` accepts.
 
@@ -48,6 +41,7 @@ class _Scrapes:
     Attributes:
         address: Address that it listens on.
         port: Port that it listens on.
+        is_open: True while it responds: False once it is closed, or its thread has failed.
 
     Raises:
         OSError: The port is in use, or the address is not one of this host.
@@ -57,7 +51,7 @@ class _Scrapes:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, port), family=family, backlog=64)
         self._text = text
-        self._closed = False
+        self.is_open = True
         self.address = address
         self.port: int = self._listener.getsockname()[1]
         BackgroundThread(
@@ -67,15 +61,15 @@ class _Scrapes:
             on_failure=lambda error: self.close(),
             awaited=False,
         ).start()
+        leave_to_parent(self)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the server accepts requests: False after `close`, and after its thread has failed."""
-        return not self._closed
+    def leave_to_parent(self) -> None:
+        """Closes a forked child's copy of the port, which would keep it taken after this process has ended."""
+        self._listener.close()
 
     def close(self) -> None:
         """Ends the server and frees the port."""
-        self._closed = True
+        self.is_open = False
         try:
             # Wakes the thread.
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -86,12 +80,12 @@ class _Scrapes:
     def _serve(self) -> None:
         """Responds to requests until the port is closed; the body of the server's thread."""
         with closing(PendingConnections(self._listener, _lacks)) as pending:
-            while not self._closed:
+            while self.is_open:
                 try:
                     clients = pending.next(POLL_SECONDS)
                 except (OSError, ValueError) as error:
                     # A closed listener has no descriptor.
-                    if not self._closed:
+                    if self.is_open:
                         raise
                     log.debug("the port of the metrics is closed: %s", error)
                     return
@@ -147,10 +141,10 @@ class Metrics:
 
     def __init__(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
         self._file: Path | None = None
-        self._every_seconds, self._next = every_seconds, 0.0
         self._text = ""
         self._server: _Scrapes | None = None
         self.change(file, port, address, every_seconds)
+        leave_to_parent(self)
 
     def change(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
         """Adds a file or a port, or replaces the present one; the interval is replaced in any case.
@@ -195,21 +189,21 @@ class Metrics:
         """Port that is served; None if there is none, or if its server has failed."""
         return None if self._server is None or not self._server.is_open else self._server.port
 
-    def step_ended(self, report: Callable[[], Exported]) -> None:
-        """Exports a report if the last export is `every_seconds` old, or if this is the first step since `change`.
+    def step_ended(self, text: Callable[[], str]) -> None:
+        """Exports metrics if the last export is `every_seconds` old, or if this is the first step since `change`.
 
         Args:
-            report: Function that makes the report; called only then.
+            text: Function that returns the metrics of the steps so far; called only then.
         """
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + self._every_seconds
-        self._export(report())
+        self._export(text())
 
-    def _export(self, report: Exported) -> None:
+    def _export(self, text: str) -> None:
         """Replaces the text that is served and the file; after a failed write, the file is no longer written."""
-        self._text = report.to_prometheus()
+        self._text = text
         if self._file is not None:
             try:
                 replace_text(self._file, self._text, lasting=False)
@@ -217,11 +211,15 @@ class Metrics:
                 log.warning("metrics cannot be written to %s any more: %s", self._file, error.strerror)
                 self._file = None
 
-    def close(self, last: Exported | None = None) -> None:
+    def leave_to_parent(self) -> None:
+        """Leaves the file alone in a forked child, whose counters stay as they were at the fork."""
+        self._file = None
+
+    def close(self, last: str | None = None) -> None:
         """Ends the server.
 
         Args:
-            last: Report that is exported before, however recent the previous one is; None exports nothing more.
+            last: Metrics that are exported before, however recent the previous ones are; None exports nothing more.
         """
         if last is not None:
             self._export(last)

@@ -6,7 +6,7 @@ is on, the executor has a recorder to which it adds notes.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +66,8 @@ class Observer(StepListener):
         self._trace: Trace | None = None
         self._trace_given_up = False
         self._metrics: Metrics | None = None
+        self._text: Callable[[], str] | None = None
+        """Makes the metrics of the steps so far; None before the first step."""
         self._stragglers: StragglerWatch | None = None
         self._stall: StallWatch | None = None
         if config.marks_nvtx and communicator.device.type != "cuda" and communicator.rank == 0:
@@ -154,8 +156,10 @@ class Observer(StepListener):
                 )
                 self._trace_given_up |= self._trace is not None
                 self._stragglers = self._trace = self._communicator.executor.stats.recorder = None
+        number, report = step.number, step.report
+        self._text = lambda: self.add_to(report(number)).to_prometheus()
         if self._metrics is not None:
-            self._metrics.step_ended(step.report)
+            self._metrics.step_ended(self._text)
 
     def _ask_others(self, step: EndedStep) -> None:
         """Passes a step to straggler detection and trace, which exchange numbers between all ranks.
@@ -235,13 +239,12 @@ class Observer(StepListener):
 
     def add_to(self, report: Report) -> Report:
         """Returns a report with the stragglers found so far, the last stall, and the number of stalls added."""
-        found = report
         if self._stragglers is not None:
             once = () if self._stragglers.once is None else (self._stragglers.once,)
-            found = replace(found, stragglers=(*self._stragglers.found, *once))
+            report = replace(report, stragglers=(*self._stragglers.found, *once))
         if self._stall is not None:
-            found = replace(found, stall=self._stall.last, stalls=self._stall.count)
-        return found
+            report = replace(report, stall=self._stall.last, stalls=self._stall.count)
+        return report
 
     def follow(self, previous: "Observer") -> None:
         """Replaces the observer of an earlier set of ranks, which ends; keeps its metrics, with their file and port.
@@ -258,11 +261,16 @@ class Observer(StepListener):
         previous.close()
 
     def close(self) -> None:
-        """Ends the stall watch and the metrics' server, and gives up a trace that is not complete, which is logged."""
+        """Ends the stall watch, and the metrics after a last export; gives up an incomplete trace, which is logged."""
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.end_early()
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            try:
+                metrics.close(None if self._text is None else self._text())
+            except RuntimeError as error:  # of the device, after a failure
+                log.warning("the metrics lack what was sent last: %s", error)
+                metrics.close()
         if self._stall is not None:
             self._stall.close()
-        if self._metrics is not None:
-            self._metrics.close()

@@ -423,8 +423,8 @@ class OuterExchange:
         """
         session = self.averaging.session
         buckets = [] if pending.bucket is None else [pending.bucket]
-        together, steps = self.averaging.resilient_ops is None, self.steps
-        report = lambda: session.report(steps)
+        together, steps, communicator = self.averaging.resilient_ops is None, self.steps, session.communicator
+        report = lambda number: communicator.report(steps)
         session.listeners.step_ended(EndedStep(self.begun, buckets, (), report, timed=False, together=together))
 
     def _wait_for(self, pending: Pending) -> None:

@@ -31,7 +31,7 @@ from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
-from gradwire.comms.run.phase_stats import PhaseStats
+from gradwire.comms.run.phase_stats import PhaseStats, PhaseTotals
 from gradwire.comms.session import NO_COMPRESSOR, UNUSABLE, AveragingSession, GradientState, SessionRanks, refused
 from gradwire.comms.sharded.carried import CARRIED_ON, RESIDUAL, SUMS_OF, LoadedShards, SentShards, ShardResidual
 from gradwire.comms.sharded.collectives import Rounding
@@ -101,6 +101,17 @@ class ShardTraffic:
     def residuals(self) -> list[ShardResidual]:
         """The gradient residuals among the state in `carried`."""
         return [each for each in self.carried.values() if isinstance(each, ShardResidual)]
+
+    def totals(self) -> tuple[PhaseTotals, ...]:
+        """Returns calls, bytes and seconds of gradwire's collectives between these ranks so far."""
+        every = [link.executor.stats for link in self.communicators] + ([] if self.stats is None else [self.stats])
+        return tuple(replace(row, level=f"{row.level}{OF_SHARDS}") for stats in every for row in stats.totals())
+
+    def add_to(self, report: Report) -> Report:
+        """Returns a report with these collectives and their plans added."""
+        rows = self.totals()
+        plans = (*report.plans, *([self.described] if rows else []), *self.plans())
+        return replace(report, plans=plans, rows=(*report.rows, *rows))
 
 
 class FsdpState(GradientState[AveragingSession]):
@@ -192,15 +203,10 @@ class FsdpState(GradientState[AveragingSession]):
         Torch's own collectives are left out. Compressed ones on CUDA have rows for their part between nodes only,
         without seconds.
         """
-        every = [link.executor.stats for link in self._shards.communicators]
-        every += [] if self._shards.stats is None else [self._shards.stats]
-        rows = [replace(row, level=f"{row.level}{OF_SHARDS}") for stats in every for row in stats.totals()]
-        described = [*([self._shards.described] if rows else []), *self._shards.plans()]
         if self._session is None:
             title = self._shards.described or "torch's own collectives"
-            return Report(title, self._shards.plans(), tuple(rows), 0, self.steps)
-        found = self._session.report(self.steps)
-        return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
+            return Report(title, self._shards.plans(), self._shards.totals(), 0, self.steps)
+        return self._shards.add_to(self._session.report(self.steps))
 
     def close(self) -> None:
         """Stops the threads, releases shared memory and restores torch's own collectives.
@@ -529,8 +535,9 @@ class FsdpState(GradientState[AveragingSession]):
         buckets, self._buckets = self._buckets, []
         session.note_sizes(self._sizes)
         self._sizes.clear()
-        timed = communicator.executor.stats.timing
-        session.listeners.step_ended(EndedStep(self.steps, buckets, (), self.report, timed=timed))
+        shards, timed = self._shards, communicator.executor.stats.timing
+        report = lambda steps: shards.add_to(communicator.report(steps))
+        session.listeners.step_ended(EndedStep(self.steps, buckets, (), report, timed=timed))
 
     def _agreed(self) -> bool:
         """Returns whether the step is finite on all ranks that share parameters; blocks for an all-reduce."""

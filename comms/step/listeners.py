@@ -74,7 +74,8 @@ class EndedStep:
         buckets: The dense buckets, in the order of their arrival.
         transfers: Layouts of the all-reduces, in order (not the `Transfer`s of a plan); empty if neither a compressor
             nor the mode of training needs parameter names.
-        report: Makes a report of the job so far.
+        report: Makes the report of this rank's counters so far, given the number of the step. It refers to no session,
+            so that who keeps it does not keep the session from being collected.
         timed: Whether the times of buckets and phases were recorded.
         together: Whether all ranks took the step with this communicator. If not, none of them reports it to the others.
         sparse: The buckets of sparse gradients, in the order of their arrival.
@@ -83,7 +84,7 @@ class EndedStep:
     number: int
     buckets: Sequence[Bucket]
     transfers: Sequence[Layout]
-    report: Callable[[], Report]
+    report: Callable[[int], Report]
     timed: bool = True
     together: bool = True
     sparse: Sequence[Bucket] = ()
@@ -164,10 +165,6 @@ class StepListener:
     def step_ended(self, step: EndedStep) -> None:
         """Called at the end of a step, on all ranks at the same point of the sequence of all-reduces."""
 
-    def add_to(self, report: Report) -> Report:
-        """Returns the report with this listener's part added."""
-        return report
-
 
 class Listeners:
     """The listeners of one communicator.
@@ -239,9 +236,3 @@ class Listeners:
         """Passes the end of a step to all listeners."""
         for each in self._made.values():
             each.step_ended(step)
-
-    def add_to(self, report: Report) -> Report:
-        """Returns the report with the parts of all listeners added."""
-        for each in self._made.values():
-            report = each.add_to(report)
-        return report

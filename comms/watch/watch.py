@@ -121,7 +121,7 @@ class Watch:
         if sys.excepthook == self._ends_with:
             sys.excepthook = self._hook
         if self._metrics is not None:
-            self._metrics.close(self.report)
+            self._metrics.close(None if self.report is None else self.report.to_prometheus())
         self._messages.remove()
         if self.report is not None:
             self._leave_report(self.report)
@@ -245,7 +245,7 @@ class Watch:
         """Updates the metrics with the report of a session, if there are metrics and a report."""
         report = session.report
         if self._metrics is not None and report is not None:
-            self._metrics.step_ended(lambda: report)
+            self._metrics.step_ended(report.to_prometheus)
 
     def _open_metrics(self, session: "Session") -> None:
         """Opens the file or port for the metrics, at the first session in which this rank has the job's report: rank 0.

@@ -46,7 +46,7 @@ class Steps:
             self.communicator.start(AllReduce((flat,), layout, (bucket,)), scale=1 / self.communicator.size)
             buckets.append(bucket)
         self.steps += 1
-        self.observer.step_ended(EndedStep(self.steps, buckets, (), lambda: self.communicator.report(self.steps)))
+        self.observer.step_ended(EndedStep(self.steps, buckets, (), self.communicator.report))
         if wait:
             for bucket in buckets:
                 bucket.result().wait()

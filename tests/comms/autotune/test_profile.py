@@ -95,7 +95,7 @@ def test_new_cuts_hold_on_all_ranks_also_where_a_lost_rank_keeps_one_from_connec
         monkeypatch.setattr(communicator, "connect", connect)
         bucket: Any = SimpleNamespace(times=SimpleNamespace(arrived=0.0))
         with nullcontext() if elastic else pytest.raises(CollectiveError):
-            learning.step_ended(EndedStep(1, [bucket], [], lambda: communicator.report()))
+            learning.step_ended(EndedStep(1, [bucket], [], communicator.report))
     finally:
         communicator.close()
     assert changed == [PLAN]

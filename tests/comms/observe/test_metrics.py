@@ -3,10 +3,12 @@
 import dataclasses
 import inspect
 import json
+import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import gradwire
+from gradwire.comms.observe.metrics import Metrics
 from gradwire.comms.report import COMPUTES_LATE, Report, Straggler
 from gradwire.comms.run.phase_stats import PhaseTotals
 from support.observed import Steps, on_ranks
@@ -161,6 +164,87 @@ def test_a_call_that_is_refused_changes_neither_file_nor_port(tmp_path: Path) ->
         assert "} 2" in file.read_text()
 
     on_ranks("a", body)
+
+def test_the_end_exports_what_the_last_update_missed(tmp_path: Path) -> None:
+    file = tmp_path / "gradwire.prom"
+
+    def body(steps: Steps) -> dict[str, float]:
+        steps.observer.export_metrics(file if steps.communicator.rank == 0 else None, 0, "127.0.0.1", 1000.0)
+        for _ in range(3):
+            steps.step()
+        return {row.level: row.wire_nbytes for row in steps.communicator.report(3).rows}
+
+    sent, _ = on_ranks("ab", body, stall_seconds=0.0, straggler_every=0)
+    assert total(file, "steps_total", "") == 3
+    assert sent and sent == {level: total(file, "phase_wire_bytes_total", f'.*level="{level}"') for level in sent}
+
+
+SHORT = """
+import sys, torch, torch.distributed as dist, gradwire
+from torch.nn.parallel import DistributedDataParallel
+
+def main():
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(300, 300, bias=False))
+    state = gradwire.HookState(model, hostname=f"node{dist.get_rank()}", straggler_every=0)
+    model.register_comm_hook(state, gradwire.comm_hook)
+    for step in range(12):
+        model(torch.ones(4, 300)).sum().backward()
+        if step == 0:
+            state.export_metrics(file=f"{sys.argv[1]}/{dist.get_rank()}.prom")
+    if sys.argv[2] == "destroyed":
+        dist.destroy_process_group()
+    sys.exit(3 if sys.argv[2] == "failed" else 0)
+
+main()
+"""
+
+
+@pytest.mark.parametrize("end", ["destroyed", "failed"])
+def test_a_short_jobs_file_has_all_its_steps_and_bytes(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text(SHORT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*torchrun, script, tmp_path, end], capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) == (end == "failed"), done.stderr
+    files = [tmp_path / f"{rank}.prom" for rank in range(2)]
+    if end == "failed":  # torchrun ends the other rank by a signal, mostly before it has ended by itself
+        files = [max(files, key=lambda file: total(file, "steps_total", ""))]
+    for file in files:
+        assert total(file, "steps_total", "") == 12
+        assert total(file, "phase_wire_bytes_total", ".*") == 12 * 300 * 300 * 4  # of a ring of two
+
+
+def total(file: Path, name: str, labels: str) -> float:
+    """The sum of a file's samples of a name whose further labels match."""
+    found = re.findall(rf'^gradwire_{name}{{rank="\d+"{labels}}} (\S+)$', file.read_text(), re.MULTILINE)
+    return sum(map(float, found))
+
+
+def own_ports() -> set[int]:
+    """The ports at which this process, or a copy that it has of another's socket, listens."""
+    found = set()
+    for each in Path("/proc/self/fd").iterdir():
+        if each.is_symlink() and str(each.readlink()).startswith("socket:"):
+            with socket.socket(fileno=os.dup(int(each.name))) as opened:
+                if opened.family == socket.AF_INET and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(opened.getsockname()[1])
+    return found
+
+
+def test_a_forked_child_has_neither_the_file_nor_the_port(tmp_path: Path) -> None:
+    """A DataLoader's workers outlive a rank that is killed, and its port could not be opened again."""
+    file = tmp_path / "gradwire.prom"
+    metrics = Metrics(file, 0, "127.0.0.1", 0.0)
+    metrics.step_ended(lambda: "of the parent")
+    assert metrics.port in own_ports()
+    child = os.fork()
+    if child == 0:
+        metrics.step_ended(lambda: "of the child")
+        os._exit(metrics.port in own_ports())
+    assert os.waitpid(child, 0)[1] == 0
+    assert file.read_text() == "of the parent"
+    metrics.close()
 
 
 def test_what_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

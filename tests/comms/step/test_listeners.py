@@ -4,7 +4,6 @@ from typing import Any, cast
 
 import pytest
 
-from gradwire.comms.report import Report
 from gradwire.comms.step.listeners import (
     COMPRESSED_STEPS,
     CUTS,
@@ -38,10 +37,6 @@ class Noting(StepListener):
 
     def step_ended(self, step: EndedStep) -> None:
         self._heard.append(f"{self._name} ended {step.number}")
-
-    def add_to(self, report: Report) -> Report:
-        self._heard.append(f"{self._name} reported")
-        return report
 
 
 def test_the_order_is_declared_and_kept() -> None:
@@ -78,8 +73,8 @@ def test_who_is_not_asked_for_is_not_called() -> None:
     listeners.add(STEP_WATCH, Noting(STEP_WATCH, heard))
     assert listeners.names == (STEP_WATCH, CUTS)
     assert listeners.get(OBSERVER) is None
-    listeners.add_to(Report("a cluster", (), (), 0))
-    assert heard == [f"{STEP_WATCH} reported", f"{CUTS} reported"]
+    listeners.step_began(0)
+    assert heard == [f"{STEP_WATCH} began after 0", f"{CUTS} began after 0"]
 
 
 def test_a_listener_has_a_place_in_the_order() -> None:
