@@ -45,6 +45,7 @@ from gradwire.comms.sharded.param_groups import (
     sharded_param_groups,
 )
 from gradwire.comms.step.backward_tracker import is_timed
+from gradwire.comms.step.features import count_passes
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import StateDict
 
@@ -183,6 +184,8 @@ class FsdpState(GradientState[AveragingSession]):
         session.connect(BUCKET_NBYTES)
         session.compare_loaded()
         session.watch_steps()
+        if session.compression is not None:
+            count_passes(session.listeners, session.compression, dict(self._names.named_parameters()).values())
 
     def _take_shards(self, model: nn.Module, shards: "ShardTraffic") -> None:
         """Takes over the collectives between the ranks that share parameters; `apply` calls it once.
@@ -405,6 +408,8 @@ class FsdpState(GradientState[AveragingSession]):
             self._end_step(session)
         if not self._in_step:
             self._begin_step(session)
+        for listener in session.listeners.for_buckets:
+            listener.bucket_arrived(None, [one.sharded for one in present], flat)
         self._reduced.add(id(param_group))
         # Describe the flat shard to the executor and to the observer, and start its average.
         layout = None if compression is None else self._names.layout(present)
@@ -489,7 +494,6 @@ class FsdpState(GradientState[AveragingSession]):
         """Begins a step at its first flat shard: decides whether it is timed, and takes over the loss scale."""
         if self.steps == 0:
             _refuse_late_param_groups(self._model(), self._param_groups)
-        self._in_step = True
         self._finite = True
         communicator, compression = session.communicator, session.compression
         if communicator.device.type == "cuda":
@@ -498,6 +502,7 @@ class FsdpState(GradientState[AveragingSession]):
             with communicator.exclusive():
                 compression.loss_scale.follow()
         session.listeners.step_began(self.steps)
+        self._in_step = True  # only now: a step that a listener refuses has not begun, and the next one is refused, too
 
     def _end_backward(self) -> None:
         """Ends the step at the end of a backward pass; called as `at_end_of_sharded_backward` says, on all ranks alike.

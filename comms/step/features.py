@@ -1,14 +1,14 @@
 """Attaches the optional features of a model's steps: each function imports and adds those that the options ask for.
 
-A `GradientSession` (DDP) calls all of them, the session of FSDP2 `watch_steps` and `compare_loaded`, that of `Outer`
-`watch_steps` alone.
+A `GradientSession` (DDP) calls all of them, the session of FSDP2 `watch_steps`, `compare_loaded` and `count_passes`,
+that of `Outer` `watch_steps` alone.
 
 All ranks have the same options, so they create the same listeners in the same order; some exchange messages with the
 other ranks while they are created.
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
 
@@ -21,6 +21,7 @@ from gradwire.comms.step import listeners as order
 from gradwire.comms.step.listeners import CUTS, FIRST_STEPS, OBSERVER, STEP_WATCH, UNIT_RATES, Listeners
 from gradwire.comms.step.model_group import divides_by_present
 from gradwire.comms.step.stepwatch import StepWatch
+from gradwire.compressors.base import keeps_momentum
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -215,15 +216,28 @@ def follow_backward(
                 compression.unused = names.known(parameters)
 
         listeners.add(order.USED_MAP, UsedMap(model, device, None if compression is None else unused))
-    if compression is not None:
+    if compression is not None and count_passes(listeners, compression, model.parameters() if model else ()):
         from gradwire.comms.step.returned import ReturnedGradients
-        from gradwire.compressors.base import keeps_momentum
 
-        if keeps_momentum(compression.compressor):
-            from gradwire.comms.step.passes_per_step import PassesPerStep
+        listeners.add(order.RETURNED, ReturnedGradients(compression))
 
-            listeners.add(order.RETURNED, ReturnedGradients(compression))
-            listeners.add(order.PASSES, PassesPerStep(compression, model.parameters() if model else ()))
+
+def count_passes(listeners: Listeners, compression: "Compression", parameters: Iterable[torch.Tensor]) -> bool:
+    """Adds `PassesPerStep` if the compressor keeps the optimizer's momentum.
+
+    Args:
+        listeners: Listeners of the new session.
+        compression: The compressor.
+        parameters: The model's parameters; empty if they are not known yet.
+
+    Returns:
+        Whether it was added.
+    """
+    if keeps := keeps_momentum(compression.compressor):
+        from gradwire.comms.step.passes_per_step import PassesPerStep
+
+        listeners.add(order.PASSES, PassesPerStep(compression, parameters))
+    return keeps
 
 
 def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesAgreement) -> None:

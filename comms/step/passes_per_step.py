@@ -46,7 +46,8 @@ SEVERAL_PASSES = "each of the last {steps} steps of an optimizer came after seve
 MOVED = "the weights have changed between two averaged backward passes without a step of the optimizer"
 REFUSED = (
     "{found}, as with SAM, LBFGS or a closure that is called repeatedly. Compressor {compressor!r} keeps the "
-    "optimizer's momentum, which it would decay once per pass, not once per step. Let the optimizer keep its "
+    "optimizer's momentum, which it would decay once per pass, not once per step. Average micro-batches once, with the "
+    "last of a step (model.no_sync(); FSDP2: model.set_requires_gradient_sync(False)), or let the optimizer keep its "
     'momentum: leave out take_momentum(optimizer), and pass\n    compressor_options={{"momentum": 0.0}}'
 )
 
@@ -112,14 +113,18 @@ class PassesPerStep(StepListener):
             raise self._refusal(MOVED)
 
     def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
-        """Records a bucket's parameters, by which the model's optimizer is recognized; see `StepListener`."""
+        """Records a bucket's parameters, by which the model's optimizer is recognized; see `StepListener`.
+
+        Values are compared of layouts only: ranks of a sharded model, which gives none, hold unlike values, and all
+        have to decide alike.
+        """
         if id(layout) not in self._layouts:
             self._layouts.add(id(layout))
             self._parameters.update(map(id, parameters))
         if not self._sample:
             self._sample = [(each, each._version, None) for each in parameters]
             with suppress(torch.OutOfMemoryError):
-                for number, (each, version, _) in enumerate(self._sample[:MOST_SAMPLES]):
+                for number, (each, version, _) in enumerate(self._sample[: MOST_SAMPLES if layout else 0]):
                     self._sample[number] = each, version, _values(each).clone()
 
     def step_ended(self, step: EndedStep) -> None:

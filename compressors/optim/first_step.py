@@ -5,13 +5,14 @@ from functools import cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.compressors.base import plain_name
-from gradwire.compressors.optim.fit import CompressorUse, check_groups
+from gradwire.compressors.optim.fit import SPARSE, CompressorUse, check_groups, warn_of_lost_momentum
 from gradwire.compressors.registry import Option
 from gradwire.compressors.rules import Rule, first_match, rules_from
 
@@ -128,6 +129,7 @@ def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
         if not known:
             for use, entries in groups.items():
                 check_groups(use, optimizer, entries)
+                warn_of_lost_momentum(main, use, entries)
             passed[model] = check, len(optimizer.param_groups)
         if groups:
             _look_for_checkpoint(model, optimizer, uses.keys())
@@ -153,7 +155,8 @@ def _look_for_checkpoint(model: HasParameters, optimizer: Optimizer, parameters:
 def _uses(model: HasParameters, main: CompressorUse, rules: tuple[Rule, ...]) -> dict[int, CompressorUse]:
     """Returns each parameter's compressor, by the parameter's id.
 
-    Dense parameters have the main compressor's momentum and count as compressed by it.
+    Parameters that are sent exactly have the main compressor's momentum and count as compressed by it; those with a
+    sparse gradient have none.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     others = {
@@ -162,6 +165,8 @@ def _uses(model: HasParameters, main: CompressorUse, rules: tuple[Rule, ...]) ->
         if rule.compressor != "none"
     }
     return {
-        id(parameter): others.get(id(first_match(rules, plain_name(name), parameter.shape)), main)
-        for name, parameter in inner.named_parameters()
+        id(each): SPARSE
+        if each.grad is not None and each.grad.layout == torch.sparse_coo
+        else others.get(id(first_match(rules, plain_name(name), each.shape)), main)
+        for name, each in inner.named_parameters()
     }

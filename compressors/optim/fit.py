@@ -65,6 +65,10 @@ class CompressorUse:
         return f"compressor {self.name!r}{rule}"
 
 
+SPARSE = CompressorUse("none", {})
+"""What becomes of sparse gradients: exact sums, without the momentum of any compressor."""
+
+
 def check_optimizer(compressor_name: str, optimizer: Optimizer, options: Mapping[str, Option] | None = None) -> None:
     """Refuses a compressor and an optimizer that are known to fail together; warns of one that reaches a higher loss.
 
@@ -129,6 +133,23 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
         )
     elif not cost and not isinstance(optimizer, SGD):
         warn(f"{use} under {kind} is untested: watch the loss against a dense run")
+
+
+def warn_of_lost_momentum(main: CompressorUse, use: CompressorUse, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warns of parameters without a momentum: the main compressor keeps one, theirs does not, nor does the optimizer.
+
+    Args:
+        main: The main compressor.
+        use: Compressor of some parameters; `SPARSE` for sparse gradients.
+        groups: Entries of an optimizer's `param_groups` that hold such parameters.
+    """
+    kept, own = ({**options_of(each.name), **each.options}.get("momentum") for each in (main, use))
+    if kept and not own and any(group.get(name) == 0.0 for group in groups for name in MOMENTUM):
+        what = "sparse gradients are never compressed and have" if use is SPARSE else f"{use} keeps"
+        warn(
+            f"{what} no momentum, and neither does the optimizer: {main} keeps one of {kept} for all other parameters. "
+            "Give these parameters a group of their own in the optimizer, with its momentum"
+        )
 
 
 def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> str:

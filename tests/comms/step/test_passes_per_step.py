@@ -11,9 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+import gradwire.fsdp
+from gradwire.comms.sharded.state import FsdpState
 from gradwire.comms.step.passes_per_step import MOST_STEPS
 
 
@@ -156,6 +161,39 @@ def test_passes_between_which_no_change_is_seen_are_refused_after_a_few_steps() 
     train(unseen, MOST_STEPS)
     with pytest.raises(RuntimeError, match=f"each of the last {MOST_STEPS} steps of an optimizer .*LBFGS or a closure"):
         train(unseen, MOST_STEPS + 1)
+
+
+def sharded(kind: str) -> tuple[Any, torch.optim.Optimizer, FsdpState]:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    for each in (*model, model):
+        replicate(each, mesh=mesh["replicate"]) if kind == "replicate" else fully_shard(each, mesh=mesh["shard"])
+    state = gradwire.fsdp.apply(model, replicas=mesh["replicate"], compressor="dgc", plan="flat")
+    return model, torch.optim.SGD(model.parameters(), lr=0.01), state
+
+
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_passes_of_a_sharded_model_are_counted_too(kind: str) -> None:
+    def accumulates(model: Any, optimizer: torch.optim.Optimizer, *, sync: bool) -> None:
+        for micro in range(3):
+            model.set_requires_gradient_sync(sync or micro == 2)
+            model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def takes(step: Callable[..., None], steps: int, **options: bool) -> None:
+        model, optimizer, state = sharded(kind)
+        for _ in range(steps):
+            step(model, optimizer, **options)
+        state.close()
+
+    takes(one_pass, MOST_STEPS + 3)
+    takes(accumulates, MOST_STEPS + 3, sync=False)
+    takes(accumulates, MOST_STEPS, sync=True)
+    with pytest.raises(RuntimeError, match=rf"last {MOST_STEPS} steps .*set_requires_gradient_sync\(False\)"):
+        takes(accumulates, MOST_STEPS + 1, sync=True)
+    with pytest.raises(RuntimeError, match="weights have changed between two"):
+        takes(sharpness_aware, 1)
 
 
 def test_weights_that_are_clipped_or_exchanged_between_steps_are_none_of_it() -> None:

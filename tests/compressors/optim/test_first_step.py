@@ -106,6 +106,26 @@ def test_a_rule_for_muons_matrices_is_what_counts_for_muon(caplog: pytest.LogCap
         assert "compressor 'waterfill4' under Muon" in caplog.text or not said
 
 
+@pytest.mark.parametrize("own_group", [False, True])
+@pytest.mark.parametrize("lost", ["sparse gradients", "compressor 'int8' of the rule with pattern 'embedding"])
+@pytest.mark.parametrize("kept", [0.9, 0.0])
+def test_a_momentum_that_some_parameters_lose_is_warned_of_once(kept: float, lost: str, *, own_group: bool) -> None:
+    """The optimizer has none, the main compressor keeps it, and theirs does not."""
+    model, rules = TwoLayers(), [] if lost.startswith("sparse") else [Rule(pattern="embedding.*", compressor="int8")]
+    model.embedding.weight.grad = torch.eye(*model.embedding.weight.shape)
+    if not rules:
+        model.embedding.weight.grad = model.embedding.weight.grad.to_sparse()
+    check_at_first_step(model, "dgc", {"momentum": kept}, rules)
+    embedding = {"params": model.embedding.parameters(), "momentum": 0.9 if own_group else 0.0}
+    optimizer = torch.optim.SGD([{"params": model.head.parameters()}, embedding], lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        take_steps(optimizer)
+    found = [str(each.message) for each in said if "no momentum" in str(each.message)]
+    assert len(found) == (kept > 0 and not own_group)
+    assert all(lost in text and "Give these parameters a group of their own" in text for text in found)
+
+
 def test_momentum_is_found_under_its_other_name() -> None:
     """Muon and Dion of the package `dion` call it mu."""
     model = model_with_gradients()
