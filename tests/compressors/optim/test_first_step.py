@@ -116,8 +116,8 @@ def test_a_momentum_that_some_parameters_lose_is_warned_of_once(kept: float, los
     if not rules:
         model.embedding.weight.grad = model.embedding.weight.grad.to_sparse()
     check_at_first_step(model, "dgc", {"momentum": kept}, rules)
-    embedding = {"params": model.embedding.parameters(), "momentum": 0.9 if own_group else 0.0}
-    optimizer = torch.optim.SGD([{"params": model.head.parameters()}, embedding], lr=0.1)
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    optimizer.add_param_group({"params": [model.embedding.weight], "momentum": 0.9 if own_group else 0.0})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         take_steps(optimizer)
