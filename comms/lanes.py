@@ -106,7 +106,7 @@ class Lanes:
         """
         with self._lock:
             if self._closed:
-                raise RuntimeError("gradwire is closed: its process group has been destroyed")
+                raise RuntimeError("gradwire is closed: close() was called, or its process group has been destroyed")
             for lane in job.visits:
                 self._queues[lane].expected.append(job)
             self._in_flight[job] = None

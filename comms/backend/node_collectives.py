@@ -212,7 +212,7 @@ class NodeCollectives:
             RuntimeError: `close` was called before.
         """
         if self._closed:
-            raise RuntimeError("gradwire is closed: its process group has been destroyed")
+            raise RuntimeError("gradwire is closed: close() was called, or its process group has been destroyed")
         call = _Call(run, outputs)
         future = call.done.then(_unwrap)
         if self._thread is None:

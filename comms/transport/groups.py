@@ -257,7 +257,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
 
     def __missing__(self, key: tuple[Lane, tuple[int, ...]]) -> Transport:
         if self._closed:
-            raise RuntimeError("gradwire is closed: its process group has been destroyed")
+            raise RuntimeError("gradwire is closed: close() was called, or its process group has been destroyed")
         lane, members = key
         serving = self._serving(lane)
         made = self._make(lane, members) if serving == lane else self[serving, members]
