@@ -5,9 +5,9 @@ A listener is imported and created only if its option asks for it; `step_watch` 
 (`elastic/ddp.py`). All ranks have the same listeners and call them at the same points of the sequence of all-reduces,
 in the order of `ORDER`: several of them start collectives.
 
-`HookState` passes on all events of a step. `FsdpState` passes on `step_began`, `bucket_arrived` (of flat shards, with no
-layout) and `step_ended`, `Outer` only `step_began` and `step_ended`; both commit the compressor's state themselves. A
-sharded model without `replicas` has no session, and so no listeners.
+`HookState` passes on all events of a step. `FsdpState` passes on `step_began`, `bucket_arrived` (of flat shards, with
+no layout) and `step_ended`, `Outer` only `step_began` and `step_ended`; both commit the compressor's state themselves.
+A sharded model without `replicas` has no session, and so no listeners.
 """
 
 from collections.abc import Callable, Sequence
