@@ -165,6 +165,7 @@ def test_a_call_that_is_refused_changes_neither_file_nor_port(tmp_path: Path) ->
 
     on_ranks("a", body)
 
+
 def test_the_end_exports_what_the_last_update_missed(tmp_path: Path) -> None:
     file = tmp_path / "gradwire.prom"
 
