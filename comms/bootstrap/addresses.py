@@ -42,6 +42,8 @@ linux/if_addr.h."""
 def own_addresses(toward: str | None = None, seconds: float = LOOK_UP_SECONDS) -> list[str]:
     """Returns the addresses at which other ranks may reach this host: the best one first, the loopback last.
 
+    They are `MOST_ADDRESSES` and the loopback, at most.
+
     Args:
         toward: Host that this one has reached already, so that the route to it is known to work.
         seconds: Timeout of resolving its name; 0 does not wait.
@@ -194,7 +196,7 @@ _look_ups = _LookUps()
 
 
 def _found(host: str | None, seconds: float) -> list[str]:
-    """Returns the addresses of a host; an IP address is returned without resolving."""
+    """Returns the addresses of a host that are known after at most `seconds`; an IP address is not resolved."""
     if not host:
         return []
     try:

@@ -90,12 +90,16 @@ class Agreement:
     def decide(self, value: object, rule: Callable[[list[object]], object]) -> object:
         """Gathers every rank's value on rank 0, applies the rule there, and returns its result on all ranks.
 
+        Blocks until rank 0 has decided. The result has passed through JSON on every rank: a tuple comes back as a list.
+
         Args:
             value: JSON value of this rank.
-            rule: Maps the values, in rank order, to the result; called on rank 0 only. A `ValueError` refuses.
+            rule: Maps the values, in rank order, to the result, a JSON value; called on rank 0 only. A `ValueError`
+                refuses.
 
         Raises:
-            ValueError: A rank did not take part within the timeout, or the rule refused; raised on all ranks.
+            ValueError: A rank did not take part within the timeout, or has exited, or the rule refused; raised on all
+                ranks that take part.
             StoreUnreachableError: The store does not answer.
         """
         self._round += 1
@@ -118,6 +122,7 @@ class Agreement:
 
         Raises:
             ValueError: It is not, or a rank did not take part; raised on every rank that did.
+            StoreUnreachableError: The store does not answer.
         """
 
         def alike(values: list[object]) -> object:
@@ -128,13 +133,13 @@ class Agreement:
         self.decide(value, alike)
 
     def gather(self, value: T) -> list[T]:
-        """Returns the values of all ranks, in rank order.
+        """Waits until all ranks have called it, and returns their values in rank order; a tuple comes back as a list.
 
         Args:
             value: JSON value of this rank.
 
         Raises:
-            RuntimeError: A rank did not take part within the timeout.
+            RuntimeError: A rank did not take part within the timeout, or has exited, or the store does not answer.
         """
         if self.size == 1:
             return [value]
@@ -154,8 +159,8 @@ class Agreement:
                 rank 0.
 
         Raises:
-            ValueError: A fact differs; raised on all ranks with the same message.
-            RuntimeError: A rank did not take part within the timeout.
+            ValueError: A fact, or the order of the facts, differs; raised on all ranks with the same message.
+            RuntimeError: A rank did not take part within the timeout, or has exited, or the store does not answer.
         """
         # Compare digests; most calls end here.
         text = json.dumps(list(facts.items()))
@@ -193,6 +198,9 @@ class Agreement:
         Args:
             place: Prefix of the keys of this round in the store.
             rule: Maps the values, in rank order, to the result; a `ValueError` refuses.
+
+        Raises:
+            ValueError: The verdict is a refusal: of the rule, or because a rank is missing.
         """
         try:
             values = self._values(place)
@@ -205,7 +213,12 @@ class Agreement:
         return self._result(place)
 
     def _values(self, place: str) -> list[object] | None:
-        """Returns the values of all ranks, in rank order; None if one is missing after the timeout."""
+        """Returns the values of all ranks, in rank order; None if one is missing after the timeout.
+
+        Raises:
+            PeerError: A rank that is waited for has exited.
+            StoreUnreachableError: The store does not answer.
+        """
         deadline = time.monotonic() + self._timeout.total_seconds()
         values: list[object] = []
         for keys in self._blocks(place):
@@ -259,7 +272,7 @@ class Agreement:
         self._store.compare_set(f"{place}/verdict", "", json.dumps([REFUSED, self._missing(place)]))
 
     def _result(self, place: str) -> object:
-        """Reads the verdict, and returns its result or raises its error."""
+        """Reads the verdict, and returns its result; raises `ValueError` if it is a refusal."""
         kind, result = _DECIDED.read(self._store.read(f"{place}/verdict"))
         if kind == REFUSED:
             raise ValueError(f"`{self._name}` was refused on all ranks: {result}")

@@ -122,7 +122,10 @@ class TorchGroup(Protocol):
         """Starts a broadcast of one tensor from the root rank in `options`, in place on the other ranks."""
 
     def reduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Starts a reduction of one tensor to the root rank in `options`, in place there; other ranks' is unchanged."""
+        """Starts a reduction of one tensor to the root rank in `options`, in place there.
+
+        The tensors of the other ranks may be overwritten with partial sums, as gloo does.
+        """
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], options: object, /
@@ -327,6 +330,8 @@ def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[],
 def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, interfaces: Sequence[str] = ()) -> TorchGroup:
     """Makes a gloo group outside torch's registry: only its members take part in making it.
 
+    Blocks until all of them have connected.
+
     Args:
         store: Store with a prefix of its own for this group.
         rank: Index of this rank in the group.
@@ -461,7 +466,10 @@ def premultiplied_sum(factor: float) -> dist.ReduceOp:
 
 
 def factor_of(op: object) -> float | None:
-    """Returns the factor of a PREMUL_SUM, which FSDP2 uses for its gradient divide factor; None for any other op."""
+    """Returns the factor of a PREMUL_SUM, which FSDP2 uses for its gradient divide factor.
+
+    None for any other op, and for a factor that is not one number on the CPU.
+    """
     if op != dist.ReduceOp.PREMUL_SUM or not isinstance(op, dist.ReduceOp):
         return None
     state: object = op.__getstate__()

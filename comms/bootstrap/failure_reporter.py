@@ -100,16 +100,20 @@ class FailureReporter(ABC):
         self.failures = failures
 
     def abort_reason(self) -> str | None:
-        """Returns the reason why another rank has aborted, or None."""
+        """Returns the reason of the first failure that is known, of another rank or this one; None if there is none.
+
+        If none is known yet, the sources of `failures` are asked whether another rank has aborted.
+        """
         failure = self.failures.poll()
         return None if failure is None else failure.reason
 
     def signal_abort(self, reason: str, *, directly: bool = False) -> None:
-        """Makes the other ranks abort with this reason; does not wait for them.
+        """Makes the other ranks abort with this reason, unless a failure is known already; does not wait for them.
 
         Args:
             reason: Reason, for their error messages.
-            directly: Whether to notify peers without the store, too, because the store may end with this process.
+            directly: Whether to notify peers without the store, too, because the store may end with this process; not
+                read here, but by reporters that can.
         """
         self.failures.report(PeerFailure(reason, FAILED))
 
@@ -184,7 +188,10 @@ class _PolledAbortSignal(AbortSignal):
         self._store_is_gone = False
 
     def poll(self) -> PeerFailure | None:
-        """Returns the failure that a rank has signalled; None if there is none, or if the store does not answer."""
+        """Returns the failure that a rank has signalled; None if there is none, or if the store does not answer.
+
+        After an error of the store other than a timeout, no request is made any more. None, too, for a malformed value.
+        """
         if self._store_is_gone or not self._answering.is_answering:
             return None
         try:
@@ -245,7 +252,11 @@ class _Verdict:
 
     @classmethod
     def unpacked(cls, data: bytes) -> "_Verdict":
-        """Parses what `packed` returned on another rank."""
+        """Parses what `packed` returned on another rank.
+
+        Raises:
+            MessageError: The bytes are malformed.
+        """
         missing, seen = _VERDICT.read(data)
         return cls(set(missing), dict(seen))
 
@@ -283,9 +294,10 @@ class StoreFailureReporter(FailureReporter):
         self._group: Sequence[int] = range(size)
 
     def signal_abort(self, reason: str, *, directly: bool = False) -> None:
-        """Makes the other ranks abort with this reason; does not wait for them.
+        """Makes the other ranks abort with this reason, unless a failure is known already; does not wait for them.
 
-        Also publishes this rank's report: peers that collect reports after a failure then do not wait for it.
+        Also publishes this rank's report, if it has none yet: peers that collect reports after a failure then do not
+        wait for it.
 
         Args:
             reason: Reason, for their error messages.
@@ -344,10 +356,15 @@ class StoreFailureReporter(FailureReporter):
         return found
 
     def publish(self, generation: str) -> None:
-        """Publishes the address of this process's probe server, for as long as the process lives.
+        """Publishes the address of this process's probe server, which stays open as long as the process lives.
+
+        Failures that peers report to it become a source of `failures`.
 
         Args:
             generation: Id of these ranks' generation, the same on all of them.
+
+        Raises:
+            StoreUnreachableError: The store does not answer.
         """
         server = ProbeServer.open()
         server.register(generation, self.rank)
@@ -360,7 +377,8 @@ class StoreFailureReporter(FailureReporter):
     ) -> CollectiveError:
         """Publishes this rank's report, agrees with the others on who is missing, and returns the error to raise.
 
-        Takes at most `PATIENCE` if ranks do not report, otherwise until all have.
+        Blocks until all have reported, or for `PATIENCE` and a few polls if ranks do not. If the store is unreachable,
+        it probes up to `MOST_PROBES` peers instead, and notifies those that answer.
 
         Args:
             error: Error that the transport raised.
@@ -478,7 +496,7 @@ class StoreFailureReporter(FailureReporter):
         return verdict
 
     def _collect(self, own: dict[str, Any], deadline: float) -> _Verdict:
-        """Reads the reports of all ranks until none is missing or the deadline has passed.
+        """Reads the reports until every rank has reported or is known to have failed, or the deadline has passed.
 
         One store request reads `BLOCK` reports; ranks of incomplete blocks are polled one by one, ever more rarely.
 

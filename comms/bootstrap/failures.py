@@ -95,7 +95,12 @@ class PeerFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> "PeerFailure":
-        """Returns the failure that an exception carries, or makes one from its first line and type."""
+        """Returns the failure of a `PeerFailureError`; for any other exception it makes one.
+
+        Its reason is the first line of the message, or the name of the exception's type if there is no message. Its
+        source is `overdue` for an `OverdueError`, else `failed`. Its ranks are those that a `PeerError` names as
+        missing, else none.
+        """
         if isinstance(error, PeerFailureError):
             return error.failure
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -138,7 +143,7 @@ class Failures:
 
     Args:
         sources: Polled by `poll`, in this order, as long as no failure is known.
-        notify: Sends the other ranks a failure that this rank is the first here to know of.
+        notify: Sends the other ranks the failure that ended the group, unless it is `known_to_all` (see `report`).
 
     Attributes:
         first: The failure that ended the group; None if there is none.
@@ -160,18 +165,22 @@ class Failures:
         self._sources.append(source)
 
     def poll(self) -> PeerFailure | None:
-        """Returns the failure that ended the group, asking the sources if none is known yet; None if there is none."""
+        """Returns the failure that ended the group; None if there is none.
+
+        If none is known yet, the sources are asked. The first failure that one returns is recorded, and not sent to the
+        other ranks.
+        """
         if self.first is not None:
             return self.first
         found = next((failure for source in self._sources if (failure := source()) is not None), None)
         return None if found is None else self.report(found, known_to_all=True)
 
     def report(self, failure: PeerFailure, *, known_to_all: bool = False) -> PeerFailure:
-        """Records a failure; the first one counts and is sent to the other ranks.
+        """Records a failure and its ranks; the first one ends the group, and is passed to `notify`.
 
         Args:
             failure: The failure.
-            known_to_all: The other ranks learn of it by themselves, so they are not notified.
+            known_to_all: The other ranks learn of it by themselves, so `notify` is not called.
 
         Returns:
             The first failure of the group.

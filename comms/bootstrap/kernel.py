@@ -57,7 +57,8 @@ connections, as after an exit or because of a firewall; nothing is known."""
 
 
 def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
-    """Returns the host name (or the one given), the boot id, and the device number of /dev/shm."""
+    """Returns the host name (or the one given), the boot id, and the device number of /dev/shm; empty if there is none.
+    """
     memory = Path("/dev/shm")
     return (
         hostname or socket.gethostname(),

@@ -163,8 +163,8 @@ class LivenessRing:
         rank: This rank.
         size: Number of ranks.
         failures: Failures that this rank knows of; the ring ends with the first one.
-        on_failure: Called when a rank has failed.
-        sources: Further sources, polled once a second by the ring's thread only.
+        on_failure: Called once, when a failure ends the ring, after the neighbours were told.
+        sources: Further sources, polled every `poll_seconds` (a second, up to 2048 ranks) by the ring's thread only.
         launches: Returns how many launches this rank has started; all ranks start the same ones.
         waited: Returns for how many seconds this rank has been waiting for others. Enables heartbeats, by which a
             stopped process is detected. None leaves those to timeouts.
@@ -224,7 +224,9 @@ class LivenessRing:
         self.thread.start()
 
     def close(self, *, orderly: bool = True) -> None:
-        """Leaves the ring.
+        """Leaves the ring: ends its thread and the heartbeats, and waits for up to 2 s until the thread has ended.
+
+        The ring's thread does not wait for itself. A second call does nothing.
 
         Args:
             orderly: No launch is in flight, so the neighbours are sent a shutdown message. Otherwise they see this rank
@@ -284,7 +286,11 @@ class LivenessRing:
         self._connections.close()
 
     def _run(self) -> None:
-        """Runs the ring until it is closed or a rank has failed; the ring's thread."""
+        """Runs the ring until it is closed or fails; the ring's thread.
+
+        A failure is forwarded to the neighbours and passed to `on_failure`. At the end the shutdown message is sent, if
+        `close` was called as orderly, and all connections are closed.
+        """
         with selectors.DefaultSelector() as selector:
             self._connections.selector = selector
             try:
@@ -310,7 +316,10 @@ class LivenessRing:
                 self._connections.close()
 
     def _listen(self, selector: selectors.BaseSelector, seconds: float) -> None:
-        """Reads, completes and accepts connections that are ready, and closes those that never identified themselves.
+        """Reads and completes connections that are ready, accepts new ones, and closes unidentified ones.
+
+        An accepted connection that has not proved a rank is closed `PENDING_SECONDS` after it was accepted, or earlier
+        if there are more than `MOST_PENDING` of them: first those that have sent no greeting, the oldest first.
 
         Args:
             selector: Watches the ring's sockets.
@@ -363,10 +372,10 @@ class LivenessRing:
         self._records.raise_if_peer_left(self._launches())
 
     def _receive(self, connection: socket.socket, peer: PeerConnection) -> None:
-        """Reads a connection that is readable.
+        """Reads a connection that is readable, handles what has arrived, and closes it if it has ended or is no rank's.
 
         Raises:
-            PeerError: A rank has failed.
+            PeerError: The rank at the other end has failed, or has reported a failure.
         """
         ended = "the process of rank {} has ended"
         try:
@@ -446,7 +455,11 @@ class LivenessRing:
                 self._connections.send(connection, FAILED + len(packed).to_bytes(4, "big") + packed)
 
     def _send_shutdown(self) -> None:
-        """Sends the shutdown message to the neighbours, and records it in the store for a rank that connects later."""
+        """Sends the shutdown message to the neighbours, and records it in the store for a rank that connects later.
+
+        Connections that still wait to be accepted, or to prove a rank, get it too. Nothing is sent after a failure that
+        all know of, unless that is the orderly end of this generation (`over`).
+        """
         if (known := self._failures.first) is not None and known.source != OVER:
             log.debug("rank %d sends no shutdown message, as all know of the failure: %s", self._rank, known.reason)
             return

@@ -73,7 +73,7 @@ def find_place() -> MpiPlace:
     Rank 0 reserves the store's port until `open_store`.
 
     Raises:
-        RuntimeError: mpi4py is not installed.
+        RuntimeError: mpi4py or its MPI library is not installed.
     """
     mpi = load_mpi()
     world = mpi.COMM_WORLD
@@ -109,7 +109,7 @@ def init_mpi_process_group(backend: str | None = None, timeout: timedelta = DEFA
 
 
 def open_store(place: MpiPlace, timeout: timedelta) -> TCPStore:
-    """Serves the store on rank 0, or connects to it on the others.
+    """Serves the store on rank 0, or connects to it on the others; rank 0 waits until all have connected.
 
     Args:
         place: Result of `find_place`, whose port rank 0 has reserved.
@@ -126,7 +126,11 @@ def open_store(place: MpiPlace, timeout: timedelta) -> TCPStore:
 
 
 def _address(one_node: bool) -> str:
-    """Returns the address at which other nodes reach this host; the loopback if there is only one node."""
+    """Returns the address at which other nodes reach this host, or its name if no address is found.
+
+    Args:
+        one_node: Whether all ranks are on this node; then the address is the loopback's.
+    """
     if one_node:
         return "127.0.0.1"
     name = socket.gethostname()
@@ -171,7 +175,8 @@ def rendezvous(
         **options: Options of torch's other rendezvous; ignored.
 
     Raises:
-        RuntimeError: mpi4py is not installed, or this is the second rendezvous of the process.
+        RuntimeError: mpi4py is not installed, a rank did not connect in time, or the second rendezvous of the process
+            is asked for.
     """
     place = find_place()
     yield open_store(place, timeout), place.rank, place.world_size

@@ -17,7 +17,7 @@ Nodes = Sequence[Sequence[PeerInfo]]
 
 
 def describe_nics(infos: Sequence[PeerInfo], config: Config) -> tuple[str, ...]:
-    """Returns a line with the NICs by local rank, and one line per problem; only the reasons if no NIC is known.
+    """Returns a line with the NICs by local rank, and one per problem; if no NIC is known, only the reasons for that.
 
     Args:
         infos: Infos of all ranks, in rank order.

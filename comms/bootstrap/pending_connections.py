@@ -34,7 +34,10 @@ _CLOSED = {errno.EBADF, errno.EINVAL}
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """Accepts the next connection; None if the client has disconnected or no descriptor is left.
+    """Accepts the next connection, without waiting for one.
+
+    Returns None if none is queued, if the client has disconnected, or, after `FULL_NAP_SECONDS`, if no descriptor or
+    memory is left.
 
     Args:
         listener: Non-blocking listening socket.
@@ -54,10 +57,12 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def to_close(since: Mapping[socket.socket, float]) -> list[socket.socket]:
-    """Returns the unidentified connections to close: those older than `PENDING_SECONDS`, or beyond `MOST_PENDING`.
+    """Returns the unidentified connections to close: those older than `PENDING_SECONDS`, and the first surplus ones.
+
+    Surplus are the first entries of `since`, as many as it has more than `MOST_PENDING`.
 
     Args:
-        since: Unidentified connection -> when it was accepted, in monotonic seconds; oldest first.
+        since: Unidentified connection -> when it was accepted, in monotonic seconds; the first to close first.
     """
     latest = time.monotonic() - PENDING_SECONDS
     surplus = len(since) - MOST_PENDING
@@ -97,8 +102,10 @@ class PendingConnections:
     def next(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
         """Waits for data and returns the connections whose first message is complete, or which the client has closed.
 
+        Also accepts at most one new connection and greets it, and closes those that are late or surplus.
+
         Args:
-            seconds: Longest wait.
+            seconds: Longest wait; it may return earlier, with no connection.
 
         Returns:
             Connections, blocking and owned by the caller from now on, each with its greeting followed by the bytes
@@ -123,7 +130,7 @@ class PendingConnections:
         return complete
 
     def close(self) -> None:
-        """Closes all unidentified connections."""
+        """Closes all unidentified connections, and stops watching the listener, which stays open."""
         for each in list(self._received):
             self._release(each)
             each.close()

@@ -72,7 +72,7 @@ class PeerInfo:
     def here(
         cls, rank: int, size: int, config: Config, device: torch.device, *, known: Hardware | None = None
     ) -> "PeerInfo":
-        """Returns the info of this process.
+        """Returns the info of this process, without the address of a probe server.
 
         Args:
             rank: Rank in the group.
@@ -99,6 +99,8 @@ class PeerInfo:
 @lru_cache(maxsize=8)
 def hardware(local_rank: int | None, device_type: str) -> Hardware:
     """Reads this host's topology, once a process: bandwidth inside and outwards, and the nearest NIC. Measures nothing.
+
+    For `cpu` the bandwidth inside the machine and the GPU fabric are left unknown.
 
     Args:
         local_rank: Index of this rank on its host; None if the launcher did not set it.

@@ -301,7 +301,7 @@ class PeerTable:
         """Picks the ranks to probe when the store is unreachable.
 
         These are two ranks of this node, rank 0, more of this node, neighbours of this rank among `members`, and
-        neighbours among all ranks: `MOST_PROBES` in all.
+        neighbours among all ranks: at most `MOST_PROBES` in all, of those whose address is known, ascending.
 
         Args:
             members: Ranks of the failed collective; empty if unknown.
@@ -410,7 +410,7 @@ class Backoff:
         self._next = time.monotonic() + self._pause
 
     def is_due(self) -> bool:
-        """Returns whether a check is due, and if so schedule the next one."""
+        """Returns whether a check is due, and if so schedules the next one."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -449,7 +449,10 @@ class PeerWait:
         self._backoff = Backoff()
 
     def _exited(self) -> list[int]:
-        """Returns the indices of members that have exited; empty if no check is due."""
+        """Returns the indices of members that have exited, of the first `MOST_PROBES` after this rank.
+
+        Empty if no check is due.
+        """
         if self._find_exited is None or not self._backoff.is_due():
             return []
         return sorted(self.members.index(rank) for rank in self._find_exited(self._others))
@@ -487,6 +490,8 @@ class PeerWait:
 
     def failure(self, when: str) -> PeerError | None:
         """Checks, if that is due, whether a member has exited or another rank has aborted; returns the error, or None.
+
+        If a member has exited and no rank has aborted, `notify` is called with the reason first.
 
         Args:
             when: Clause that follows "has ended" in the message, such as "before it had connected".

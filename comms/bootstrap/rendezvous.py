@@ -166,7 +166,9 @@ Column = tuple[list[str], "array[int]"]
 def exchange(
     store: Store, own: PeerInfo, timeout: timedelta, server: ProbeServer | None = None, ended: FindExited | None = None
 ) -> PeerInfos:
-    """Publishes this rank's info and returns the infos of all ranks.
+    """Publishes this rank's info, waits until all ranks have called this, and returns the infos of all ranks.
+
+    On an error the probe server no longer answers for this rank.
 
     Args:
         store: Store shared by all ranks, with a prefix of its own.
@@ -176,7 +178,8 @@ def exchange(
         ended: Finds ranks that have exited, if these ranks have met before; None if they have not.
 
     Raises:
-        RuntimeError: A rank did not join within the timeout; the message names the missing ranks.
+        RuntimeError: A rank did not join within the timeout, and the message names the missing ranks; or rank 0 joined
+            and did not finish.
         PeerError: A rank exited before all had joined.
         StoreUnreachableError: The store does not answer.
         ValueError: A rank has another world size, device, or configuration; the message names the field and both
@@ -217,7 +220,7 @@ class _Rank:
         self._warns_at = time.monotonic() + LATE_SECONDS
 
     def leave(self) -> None:
-        """Reports this rank as stopped to probes."""
+        """Reports this rank as stopped to probes from now on; does nothing without a probe server."""
         if self._server is not None:
             self._server.unregister(self._generation, self._own.rank)
 
@@ -245,7 +248,10 @@ class _Rank:
         return range(number * BLOCK, min((number + 1) * BLOCK, self._own.size))
 
     def _refuse(self, reason: str) -> ValueError:
-        """Returns the error after the other ranks have read the reason, too: this process may serve the store."""
+        """Returns the error once the other ranks have read the reason, too: this process may serve the store.
+
+        Waits for them for `LINGER_SECONDS` at most.
+        """
         deadline = time.monotonic() + LINGER_SECONDS
         naps = Naps(self._own.size)
         key = f"{self._generation}/refusals"
@@ -259,10 +265,13 @@ class _Rank:
         return ValueError(reason)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
-        """Probes ranks at the addresses they have published, now or in an earlier group, and returns those that exited.
+        """Probes ranks at the addresses they have published, now or in an earlier group.
 
         Args:
             ranks: Ranks to probe; those without a known address are skipped.
+
+        Returns:
+            Those whose process has exited, or lives on and has left the group, in ascending order.
         """
         addresses = {}
         for rank in ranks:
@@ -313,7 +322,13 @@ class _Leader(_Rank):
     """Rank 0: draws the generation id, and decides the outcome."""
 
     def run(self) -> PeerInfos:
-        """Returns the infos of all ranks once they have joined; otherwise publishes for all ranks why they cannot."""
+        """Returns the infos of all ranks once they have joined; otherwise publishes for all ranks why they cannot.
+
+        Raises:
+            ValueError: A setting differs between the ranks.
+            DidNotJoinError: A rank did not join within the timeout.
+            PeerError: A rank has exited before all had joined.
+        """
         self._announce(uuid.uuid4().hex[:GENERATION_NBYTES])
         self._publish(self._generation)
         blocks = [f"{self._generation}/block/{number}" for number in range(-(-self._own.size // BLOCK))]
@@ -426,7 +441,11 @@ class _Follower(_Rank):
         return Naps(self._own.size if self._own.rank % BLOCK else -(-self._own.size // BLOCK))
 
     def _probes_leader(self) -> bool:
-        """Returns whether this rank probes rank 0: all ranks of its kernel do, which costs nothing, and few others."""
+        """Returns whether this rank probes rank 0.
+
+        All do in groups of up to `BLOCK` ranks, and as long as rank 0 has published no generation. Else the second rank
+        of each block does, and all ranks on rank 0's kernel, whom it costs no connection.
+        """
         if not self._generation or self._own.size <= BLOCK or self._own.rank % BLOCK == 1:
             return True
         key = f"{self._generation}/rank/0"
@@ -450,6 +469,9 @@ class _Follower(_Rank):
 
         If an earlier start of the job has left it unfinished, a later record of rank 0 replaces it. This rank's
         deadline is extended beyond rank 0's, so that rank 0 times out first and all ranks name the same missing ranks.
+
+        Raises:
+            ValueError: A setting differs; rank 0 then ends the rendezvous for all.
         """
         self.leave()
         self._generation = record["generation"]

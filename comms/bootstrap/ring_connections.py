@@ -82,7 +82,7 @@ def rank_state(store: Store, rank: int) -> str:
 
     Args:
         store: Store of the ring.
-        rank: Rank to check; `UNKNOWN` if it has published no record.
+        rank: Rank to check; `UNKNOWN` if it has published no record, or a malformed one.
 
     Raises:
         RuntimeError: The store is unreachable.
@@ -127,13 +127,21 @@ class MemberRecords:
         self._rank = rank
 
     def publish(self, port: int, token: bytes) -> None:
-        """Publishes this rank's record. Does not wait for a resolver: addresses that take long to find are left out."""
+        """Publishes this rank's record: port, addresses, kernel and secret.
+
+        Does not wait for a resolver: addresses that take long to find are left out.
+
+        Raises:
+            RuntimeError: The store is unreachable.
+        """
         toward = self._store.host if isinstance(self._store, PollingStore) else None
         address = PeerAddress.here(port, toward, 0.0)
         self._store.set(f"alive/{self._rank}", json.dumps([*astuple(address), token.hex()]))
 
     def publish_shutdown(self, launches: int) -> None:
         """Records in the store that this rank shuts down in order, for ranks that connect later.
+
+        If the store is unreachable, that is only logged.
 
         Args:
             launches: Number of launches that this rank has started.
@@ -173,11 +181,15 @@ class MemberRecords:
         return True
 
     def state_of(self, rank: int) -> str:
-        """Returns whether a rank's process lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN` of kernel.py."""
+        """Returns whether a rank's process lives, as `rank_state` does: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`.
+
+        Raises:
+            RuntimeError: The store is unreachable.
+        """
         return rank_state(self._store, rank)
 
     def raise_if_peer_left(self, started: int) -> None:
-        """Raises `PeerError` if a rank shut down before a launch that this rank has started.
+        """Raises `PeerError` if a rank of `left` shut down before a launch that this rank has started.
 
         Args:
             started: Launches that this rank has started.
@@ -263,7 +275,7 @@ class RingConnections:
         self.selector.register(self.listener, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """Ends a wait of the selector."""
+        """Ends a wait of the selector, and every later one at once: the ring's thread is to end."""
         self._waker.close()
 
     def close(self) -> None:
@@ -281,10 +293,13 @@ class RingConnections:
             each.close()
 
     def accept(self, most: int = MOST_ACCEPTED) -> None:
-        """Accepts queued connections in their order.
+        """Accepts queued connections in their order, and adds each to `peers`; does not wait for one.
 
         Args:
             most: Number of connections, at most.
+
+        Raises:
+            OSError: The listener is closed.
         """
         for _ in range(most):
             if (accepted := accept(self.listener)) is None:
@@ -306,11 +321,14 @@ class RingConnections:
         self.selector.register(connection, selectors.EVENT_WRITE if peer.connecting else selectors.EVENT_READ)
 
     def finish_connecting(self, connection: socket.socket, peer: PeerConnection) -> None:
-        """Sends the first message over a connection that TCP has made; closes the socket if the attempt failed.
+        """Sends the first message over a connection that TCP has made.
+
+        If the attempt or the sending failed, the connection is closed and removed from `peers`, and `peer` does not
+        change; `Dialer.advance` then tries the next address.
 
         Args:
             connection: Socket of the attempt, writable because the attempt has ended.
-            peer: State of the connection; its `connecting` becomes False.
+            peer: State of the connection. On success `connecting` becomes False, and `since` is now.
         """
         assert self.selector is not None
         try:
@@ -326,9 +344,10 @@ class RingConnections:
         self.selector.modify(connection, selectors.EVENT_READ)
 
     def handshake(self, connection: socket.socket, peer: PeerConnection) -> bool:
-        """Continues the handshake with what has arrived, and returns whether the connection stays open.
+        """Continues the handshake with what has arrived, and returns whether the connection may stay open.
 
-        On success `peer.known` is true, and `peer.received` keeps the bytes that follow the handshake.
+        Sends this end's next message once the other end's is complete. When both ends have proved who they are,
+        `peer.known` is true, and `peer.received` keeps the bytes that follow the handshake. Does not close anything.
         """
         awaits_proof = bool(peer.hello) and not peer.dialled
         if not awaits_proof and not GREETING.startswith(peer.received[: len(GREETING)]):
@@ -386,7 +405,7 @@ class RingConnections:
         return any(each.known and not each.dialled and each.rank == rank for each in self.peers.values())
 
     def hang_up(self, connection: socket.socket) -> None:
-        """Closes a connection."""
+        """Closes a connection, and removes it from `peers` and from the selector."""
         assert self.selector is not None
         self.selector.unregister(connection)
         del self.peers[connection]
@@ -431,7 +450,9 @@ class Neighbour:
         self.may_be_unreached = False
 
     def expect(self, join_seconds: float | None, may_be_unreached: bool) -> None:
-        """Schedules the checks whether the neighbour has joined the ring; a failed last check ends the ring.
+        """Schedules the checks, made by `Dialer.check_next`, whether the neighbour has joined the ring.
+
+        Each of them ends the ring if the neighbour's process has exited, the last one also for the reasons below.
 
         Args:
             join_seconds: Seconds from now until the last check, which fails if the neighbour has not joined or is
@@ -472,7 +493,7 @@ class Dialer:
 
     @property
     def pause_seconds(self) -> float:
-        """Seconds until there is something to do."""
+        """Seconds for which the ring's thread may wait for its sockets: until the next poll, check or timeout."""
         has_all = all(each.addresses is not None or each.settled for each in self._neighbours)
         seconds, now = self._poll_seconds if has_all else self._nap_seconds, time.monotonic()
         due = [checks[0][0] for checks in [self.next.checks] if checks]
@@ -500,7 +521,13 @@ class Dialer:
                 self._dial(neighbour)
 
     def _dial(self, neighbour: Neighbour) -> None:
-        """Tries the next address of a neighbour, unless the attempt at the last one still has time."""
+        """Tries the next address of a neighbour, unless the attempt at the last one still has time.
+
+        If all have failed, no further attempt is made: a warning says so, unless the rank has shut down in order.
+
+        Raises:
+            PeerError: All addresses have failed, and the process of the neighbour has exited.
+        """
         for connection, peer in list(self._connections.peers.items()):
             if peer.dialled and peer.rank == neighbour.rank:
                 limit = CONNECT_SECONDS if peer.connecting else ANSWER_SECONDS
@@ -539,13 +566,14 @@ class Dialer:
         )
 
     def check_next(self) -> None:
-        """Reports the next rank as failed if it exited before it was connected, or stayed unreachable too long.
-
-        Ranks of other hosts are exempt from the first: a refused connection proves nothing there.
+        """Makes the next check that `Neighbour.expect` has scheduled, if it is due.
 
         Raises:
-            PeerError: The next rank has failed.
+            PeerError: The process of the next rank has exited before it was connected, as far as this host's kernel
+                knows (a refused connection to another host proves nothing); or, at the last check, the rank has not
+                joined, or is unreachable.
             RuntimeError: The store is unreachable.
+            MessageError: What the rank has recorded about its shutdown is malformed.
         """
         following = self.next
         if not following.checks or time.monotonic() < following.checks[0][0]:
@@ -561,7 +589,10 @@ class Dialer:
             raise failure_error(f"rank {following.rank} is unreachable", UNREACHED)
 
     def _find(self, neighbour: Neighbour) -> bool:
-        """Polls the store for a neighbour's addresses and returns whether they are published."""
+        """Polls the store for a neighbour's addresses; returns whether they are published, and keeps them if so.
+
+        False, too, if the store or the record cannot be read; then no further attempt is made.
+        """
         try:
             if not self._records.has_joined(neighbour.rank):
                 self._nap_seconds = min(2 * self._nap_seconds, self._poll_seconds)
@@ -585,7 +616,7 @@ def start_connecting(address: str, port: int) -> socket.socket:
         port: TCP port.
 
     Raises:
-        OSError: The connection is refused at once, or the address has no route.
+        OSError: The connection is refused at once, or the address has no route or is not numeric.
     """
     # A number alone: looking up a name would block the ring.
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

@@ -73,12 +73,16 @@ class PollingStore(Store):
 
     @property
     def is_answering(self) -> bool:
-        """Returns whether a new request would be served at once: no request is pending whose caller has timed out."""
+        """Returns whether a new request would be served at once.
+
+        It would if the connection is not broken, and no request is pending whose caller has timed out. Always true for
+        a store in this process.
+        """
         return self._client is None or self._client.is_answering
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the last response; 0 if the store is in this process."""
+        """Seconds since the last response, or since the client began; 0 if the store is in this process."""
         return 0.0 if self._client is None else self._client.silent_seconds
 
     def give_up_if_silent(self, patience: timedelta) -> None:
@@ -117,7 +121,10 @@ class PollingStore(Store):
         return self._ask(f"get {key}", lambda: self._store.get(key))
 
     def read(self, key: str) -> bytes:
-        """Returns the value of a key that is known to have one, with a single request."""
+        """Returns the value of a key that is known to have one, with a single request.
+
+        Without a value the request stays in torch's client, and the others of this process behind it.
+        """
         return self._ask(f"get {key}", lambda: self._store.get(key))
 
     def add(self, key: str, value: int) -> int:
@@ -186,7 +193,7 @@ class PollingStore(Store):
 
 
 class Naps:
-    """Pauses between polls of a store, each twice as long as the one before.
+    """Pauses between polls of a store, each twice as long as the one before, up to `longest`.
 
     Args:
         ranks: Number of ranks that poll for the same key.
@@ -272,7 +279,7 @@ class _Client:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the last response."""
+        """Seconds since the last response, or since this client began."""
         return time.monotonic() - self._last_answer
 
     def give_up_if_silent(self, seconds: float) -> None:
@@ -299,6 +306,7 @@ class _Client:
 
         Raises:
             StoreUnreachableError: There was none within `seconds`, or the connection is broken.
+            Exception: What the request has raised, or a `RuntimeError` if the request thread has failed.
         """
         # A fork has copies of the requests, but not the thread.
         if self._process != os.getpid():
@@ -351,7 +359,7 @@ class _Client:
                 return
 
     def _serve(self) -> None:
-        """Makes requests until there are none for `IDLE_SECONDS`; the request thread."""
+        """Makes requests until there are none for `IDLE_SECONDS`, or none at all after `_end`; the request thread."""
         this = threading.current_thread()
         self._threads.add(this)
         while True:

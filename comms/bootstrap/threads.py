@@ -70,7 +70,7 @@ GLOO_SECONDS = 1.0
 """Time for gloo's threads to become idle; one that waits for a peer counts as idle."""
 
 _running: "set[BackgroundThread]" = set()
-"""Running threads. Changed by single atomic calls, without a lock: the garbage collector could run a finalizer that
+"""Running threads that are joined at exit. Changed by single atomic calls, without a lock: the garbage collector could run a finalizer that
 takes the same lock."""
 
 
@@ -111,8 +111,9 @@ class BackgroundThread(threading.Thread):
     def start(self) -> None:
         """Starts the thread. From now on, until it ends, it is joined at exit if it was made with `awaited`.
 
-        A thread that cannot be started has failed, and `on_failure` is called here: the user or the container may have
-        no more threads (`ulimit -u`, pids.max), or Python may be ending.
+        A thread that cannot be started has failed: nothing is raised, the failure is logged like one of the target, and
+        `on_failure` is called here. The user or the container may have no more threads (`ulimit -u`, pids.max), or
+        Python may be ending.
         """
         if self._awaited:
             _running.add(self)
@@ -125,7 +126,7 @@ class BackgroundThread(threading.Thread):
             raise
 
     def run(self) -> None:
-        """Runs the target; an exception that it raises is logged and passed to `on_failure`, and never leaves here."""
+        """Runs the target. An exception of it is logged, unless `without` is None, and passed to `on_failure`."""
         try:
             super().run()
         except BaseException as error:  # noqa: BLE001 - SystemExit, too: nothing else would report it
@@ -134,7 +135,7 @@ class BackgroundThread(threading.Thread):
             self._finish(None)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the thread has ended, for `timeout` seconds at most; not at all if it could not be started."""
+        """Waits until the thread has ended, for `timeout` seconds at most; not at all if it has not been started."""
         if self.ident is not None:
             super().join(timeout)
 
@@ -148,7 +149,7 @@ class BackgroundThread(threading.Thread):
             _running.discard(self)
 
     def _fail(self, error: BaseException) -> None:
-        """Logs the failure and turns the feature off; raises nothing."""
+        """Logs the failure, unless `without` is None, and calls `on_failure`, whose own exception is only logged."""
         try:
             if self._without is not None:
                 log.error(
@@ -168,18 +169,18 @@ class BackgroundThread(threading.Thread):
                 log.error("what the thread %r held could not be released: %r", self.name, second)
 
     def ask_to_end(self) -> None:
-        """Asks the thread to end soon; returns at once."""
+        """Calls `end`, which asks the thread to end soon and returns at once; does nothing if there is no `end`."""
         if (end := self._end) is not None:
             end()
 
     def make_give_up(self) -> None:
-        """Makes the thread stop waiting for other ranks; returns at once."""
+        """Calls `give_up`, which ends a wait of the thread for other ranks and returns at once; nothing without one."""
         if (give_up := self._give_up) is not None:
             give_up()
 
 
 def in_thread(call: Callable[[], Result], name: str, *, awaited: bool = True) -> "SimpleQueue[Result | BaseException]":
-    """Calls a function that may never return in a thread of its own, and returns at once.
+    """Calls a function, which may never return, in a thread of its own, and returns at once.
 
     Args:
         call: The function.
@@ -229,7 +230,9 @@ def outcome_of(found: Result | BaseException) -> Result:
 
 
 def wait_for_all(seconds: float = EXIT_SECONDS, give_up_seconds: float = GIVE_UP_SECONDS) -> list[str]:
-    """Asks all running threads to end and joins them; makes the remaining ones stop waiting for other ranks.
+    """Asks all running threads that are joined at exit to end, and joins them.
+
+    Those that still run after `seconds` are made to stop waiting for other ranks, and are joined again.
 
     Args:
         seconds: Time for threads to end by themselves.
@@ -279,7 +282,7 @@ def gloo_rests(tasks: Path = Path("/proc/self/task")) -> bool:
 
 
 def wait_for_gloo() -> None:
-    """Waits, without holding the GIL, until torch's gloo threads are idle."""
+    """Waits, without holding the GIL, until torch's gloo threads are idle; for `GLOO_SECONDS` at most."""
     deadline = time.monotonic() + GLOO_SECONDS
     resting = 0
     # Twice in a row: a thread that has just been given the GIL runs on.
