@@ -57,8 +57,7 @@ connections, as after an exit or because of a firewall; nothing is known."""
 
 
 def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
-    """Returns the host name (or the one given), the boot id, and the device number of /dev/shm; empty if there is none.
-    """
+    """Returns the host name (or the one given), the boot id and the number of /dev/shm's device; empty if not known."""
     memory = Path("/dev/shm")
     return (
         hostname or socket.gethostname(),

@@ -70,8 +70,8 @@ GLOO_SECONDS = 1.0
 """Time for gloo's threads to become idle; one that waits for a peer counts as idle."""
 
 _running: "set[BackgroundThread]" = set()
-"""Running threads that are joined at exit. Changed by single atomic calls, without a lock: the garbage collector could run a finalizer that
-takes the same lock."""
+"""Running threads that are joined at exit. Changed by single atomic calls, without a lock: the garbage collector could
+run a finalizer that takes the same lock."""
 
 
 class BackgroundThread(threading.Thread):

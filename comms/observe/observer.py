@@ -143,7 +143,12 @@ class Observer(StepListener):
     def step_ended(self, step: EndedStep) -> None:
         """Passes a step that has ended to the straggler detection, the trace and the metrics.
 
-        All ranks call it at the same point of their sequence of all-reduces.
+        All ranks call it at the same point of their sequence of all-reduces. Straggler detection and trace, which
+        exchange numbers, get it only if all ranks took the step in this generation. If that exchange fails in elastic
+        training, both end with this generation.
+
+        Raises:
+            RuntimeError: The exchange failed, outside elastic training; also OSError.
         """
         if step.together:
             try:
@@ -181,6 +186,8 @@ class Observer(StepListener):
     def trace(self, file: Path, steps: int) -> None:
         """Begins a trace of the next steps; every rank calls it between the same two steps, see `HookState.trace`.
 
+        Blocks until all ranks have called it and their clocks are compared. Rank 0 creates the file now.
+
         Args:
             file: Path of the file, which rank 0 writes when the last of the steps has ended.
             steps: Number of steps.
@@ -188,7 +195,7 @@ class Observer(StepListener):
         Raises:
             ValueError: `steps` is less than one.
             OSError: Rank 0 cannot write the file; raised on all ranks.
-            RuntimeError: A trace is being made already.
+            RuntimeError: A trace is being made already, or a collective of the group has failed before.
         """
         if steps < 1:
             raise ValueError(f"`steps` is {steps}; wanted a number of steps >= 1")

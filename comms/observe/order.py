@@ -54,6 +54,9 @@ _watches: "WeakValueDictionary[tuple[str, int], CountsLaunches]" = WeakValueDict
 class Waits:
     """Waits of one rank in one model, as it publishes them to the other ranks of the job.
 
+    From them a stall watch finds two ranks that wait for each other in different models, as ranks that run their models
+    in different orders do (`find_disorder`); to the watch of one model, such a rank looks like a straggler.
+
     Thread safety: none. The thread of the model's stall watch calls it.
 
     Args:
@@ -74,7 +77,7 @@ class Waits:
         _watches[self._generation, self._rank] = watch
 
     def publish(self, number: int, bucket: str) -> None:
-        """Publishes that this rank waits in a launch of this model, in place of its previous wait.
+        """Publishes that this rank waits in a launch of this model, in place of its previous wait in any model.
 
         Args:
             number: Number of the launch, from 0.

@@ -76,7 +76,7 @@ class Recorder:
             self.notes.append(Note(track, name, began, ended, details))
 
     def note_all_reduce(self, run: "RunningAllReduce", ended: Mark) -> None:
-        """Adds the interval of an all-reduce that has succeeded, unless it is one that reports do not count."""
+        """Adds the interval of an all-reduce that has succeeded, unless it was not timed or reports do not count it."""
         if run.all_reduce.counted and run.began is not None:
             buckets = [bucket.index for bucket in run.all_reduce.buckets]
             self.note(

@@ -266,7 +266,7 @@ class StallWatch:
         return self._executor.launches
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and waits for it for up to `CLOSE_SECONDS`; what it has published in the store stays."""
         self._closed.set()
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_SECONDS)
@@ -366,6 +366,8 @@ class StallWatch:
 
     def _collect(self, stall: Stall, passed: float) -> None:
         """Reads all reports, and diagnoses them once all ranks have published one or had the time to.
+
+        The diagnosis, if a rank waits for another, is logged, kept in `last`, and published for the other ranks.
 
         Args:
             stall: The stall of this rank, which is the collector; changed in place.

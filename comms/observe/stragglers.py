@@ -160,7 +160,7 @@ class Breakdown:
     once: tuple[float, ...]
 
     def numbers(self) -> list[float]:
-        """Returns the numbers that are sent."""
+        """Returns the numbers that are sent: all fields in their order, as one flat list."""
         phases = (*self.fast, *self.slow, *self.usual)
         return [self.step_seconds, self.since_step, *phases, *self.low, *self.middle, *self.high, *self.once]
 
@@ -357,7 +357,10 @@ class _OwnSteps:
         return last is not None
 
     def read(self) -> None:
-        """Converts unread steps to samples. Deferred, so that steps in which nothing is sent cost nothing."""
+        """Converts unread steps to samples. Deferred, so that steps in which nothing is sent cost nothing.
+
+        A step with a bucket that has failed, or is still in flight, is dropped.
+        """
         between = self._communicator.clock.between
         keys = list(self._communicator.executor.stats.phase_seconds())
         for ended in self.unread:
@@ -384,7 +387,7 @@ class _OwnSteps:
         self.unread.clear()
 
     def _window(self) -> list[Sample]:
-        """Returns the last `WINDOW` samples with as many buckets as the last step."""
+        """Returns the last `WINDOW` samples with as many buckets as the last step; fewer if there are not so many."""
         return [sample for sample in self._samples if len(sample.waits) == self.count][-WINDOW:]
 
     def columns(self) -> tuple[int, ...]:
@@ -398,7 +401,11 @@ class _OwnSteps:
         return tuple(min(first + group, count) - 1 for first in range(0, count, group))
 
     def summary(self, since: int) -> Summary:
-        """Returns the summary of the last `WINDOW` steps; its longest wait is that of the steps from `since` on.
+        """Returns the summary of the last `WINDOW` samples with as many buckets as the last step.
+
+        `longest_seconds` is not a whole wait: it is the most by which the wait for one bucket, in a step from `since`
+        on, exceeded the median of that bucket's waits in the window; 0 if none did. With fewer than `WINDOW` samples
+        only `step_seconds` is known: the other fields are -1, 0 and -1.
 
         Args:
             since: Number of the first step that no summary has covered yet.
@@ -417,7 +424,7 @@ class _OwnSteps:
         return Summary(_median(sorted(sum(sample.waits) for sample in window)), longest, step, length)
 
     def breakdown(self, long_step: int | None) -> Breakdown:
-        """Returns the breakdown of the last `WINDOW` steps.
+        """Returns the breakdown of the last `WINDOW` samples with as many buckets as the last step.
 
         Args:
             long_step: Step with a long wait that is to be explained; None without one.
@@ -462,8 +469,11 @@ class _OwnSteps:
     def _since(self) -> int:
         """Returns the number of the first step since which this rank has waited about as long as now.
 
-        The kept samples are those of up to 128 steps (`KEPT_STEPS`). If the waits have grown by less than 30 % over the
-        least of them, it is the oldest.
+        It looks at the kept samples, of up to 128 steps (`KEPT_STEPS`), that have as many buckets as the last step, and
+        at the waits for all buckets of a step together. "Now" is their median over the last `WINDOW` samples, "least"
+        the smallest median of `WINDOW` in a row. If now exceeds least by less than 30 % of now, nothing has changed,
+        and it returns the oldest step. Otherwise it goes back from the newest step as long as steps waited longer than
+        halfway between the two, passing over one that did not, and returns the earliest one that did.
         """
         sums = [(sample.step, sum(sample.waits)) for sample in self._samples if len(sample.waits) == self.count]
         now = _median(sorted(wait for _, wait in sums[-WINDOW:]))
@@ -509,7 +519,7 @@ class _Diagnosis:
         self._slow_link: _SlowLink | None = None
 
     def update(self, breakdowns: Sequence[Breakdown], columns: tuple[int, ...], long_step: int | None) -> None:
-        """Updates the diagnosis.
+        """Updates `found`, `once`, `suspects` and `confirms_link`, and logs on rank 0 what is new or gone.
 
         Args:
             breakdowns: Breakdowns of all ranks.
@@ -675,7 +685,7 @@ class _Diagnosis:
                 log.info("no longer: %s", each)
 
     def named(self) -> frozenset[int]:
-        """Returns the late ranks of the last breakdown, by their ranks in the communicator."""
+        """Returns the ranks that are named as late at present (in `found`), by their ranks in the communicator."""
         named = {rank for each in self.found if each.cause == COMPUTES_LATE for rank in each.ranks}
         return frozenset(place for place, rank in enumerate(self._ranks) if rank in named)
 
@@ -733,7 +743,10 @@ class StragglerWatch:
         return self._diagnosis.once
 
     def step_ended(self, step: int, buckets: Sequence[Times]) -> None:
-        """Notes the end of a backward pass. All ranks call it at the same point of their sequence of launches.
+        """Notes the end of a step, and, when it is time, begins an exchange with all ranks or reads one begun before.
+
+        All ranks call it at the same point of their sequence of launches. It does not wait for other ranks on CUDA; on
+        CPUs reading may wait for an exchange of the step before.
 
         Args:
             step: Number of the step, ascending by one.

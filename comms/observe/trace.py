@@ -109,7 +109,7 @@ _NOTES: MessageType[tuple[tuple[str, str, float, float, dict[str, Any]], ...]] =
 
 
 class Trace:
-    """Trace of one rank. All ranks make one between the same two steps.
+    """Trace of one rank. All ranks make one between the same two steps, which blocks while their clocks are compared.
 
     Args:
         communicator: Communicator whose launches are traced.
@@ -152,14 +152,14 @@ class Trace:
         self._began = self._communicator.clock.now()
 
     def step_ended(self, step: int, buckets: Sequence[Bucket]) -> bool:
-        """Notes the end of a backward pass.
+        """Notes the end of a backward pass. After the last step it gathers the notes of all ranks; rank 0 writes them.
 
         Args:
             step: Number of the step.
             buckets: Buckets of the step.
 
         Returns:
-            True if the trace is complete, and written.
+            True if the trace has ended: with its file, or with a logged reason why there is none.
         """
         if self._began is None:
             return False
