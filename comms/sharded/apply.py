@@ -255,7 +255,10 @@ class ShardLinks:
         return "; ".join(" ".join(",".join(map(str, node)) for node in members) for members in found)
 
     def describe(self) -> str:
-        """Returns how the ranks of all groups are placed, for a report: `2 nodes of 4`."""
+        """Returns text for a report: the placement of the ranks by nodes if collectives are compressed, `2 nodes of 4`.
+
+        Otherwise `exact collectives by plans where they are faster`. Different texts of several groups are joined.
+        """
         found = {
             link.nodes.describe() if link.nodes is not None else "exact collectives by plans where they are faster"
             for link in self.made.values()
@@ -515,7 +518,11 @@ def _how_to_replicate(param_groups: Sequence[ShardedParamGroup]) -> str:
 
 
 def _names(model: nn.Module, param_groups: Sequence[ShardedParamGroup]) -> ShardNames:
-    """Returns the names of all sharded parameters, after resharding modules that hold whole ones."""
+    """Returns the names of all sharded parameters, after resharding modules that hold whole ones.
+
+    Raises:
+        ValueError: A parameter that `fully_shard` took over is not in `model`.
+    """
     for param_group in param_groups:
         param_group.reshard()
     return ShardNames({id(parameter): name for name, parameter in model.named_parameters()}, param_groups)

@@ -223,13 +223,15 @@ class LoadedShards:
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._rows.items()}
 
     def compare(self) -> None:
-        """Compares the loaded state with the other ranks, once after each load.
+        """Compares the loaded state with the other ranks: at the first call, and at the first one after each load.
 
-        Does nothing if another object's check covers it.
+        At the first call all ranks take part, even if none has loaded a state; after a later load only those that have
+        loaded, and they wait for all others. All other calls return at once, and so do all if another object's check
+        covers this one. Counts of sums must be equal on all ranks; sent weights only on counterparts.
 
         Raises:
-            ValueError: On all ranks, if they loaded different states.
-            RuntimeError: A rank did not load a state before this step.
+            ValueError: On all ranks, if they loaded different states, or at the first call some did and others did not.
+            RuntimeError: After a later load: a rank did not load a state before this step.
         """
         if self._alike is not None:
             self._alike.compare()

@@ -88,7 +88,7 @@ class Rounding:
     calls: int = 0
 
     def next_key(self) -> int:
-        """Returns the key of the next reduce-scatter."""
+        """Counts one more reduce-scatter in `calls`, and returns its key."""
         self.calls += 1
         return mix_key(self.seed, self.calls, self.rank)
 
@@ -97,7 +97,7 @@ class Allocating:
     """Base of the objects that FSDP2 calls for a collective: allocates their tensors."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocates an input or output tensor."""
+        """Returns an uninitialized tensor for the input or output of the collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -198,7 +198,8 @@ class GradientReduceScatter(ReduceScatter):
             Its work; None on CUDA, where it was issued on the current stream.
 
         Raises:
-            RuntimeError: The flat shard has another length than expected.
+            RuntimeError: The flat shard has another length than expected, or a rank did not load a state.
+            ValueError: The ranks loaded different residuals; or `op` is one that `divisor_of` refuses.
         """
         runs = self._runs_of_present()
         if runs.numel != output_tensor.numel():
@@ -643,7 +644,8 @@ def install(
 
     Returns:
         The state that compressed collectives keep from step to step: `residual/3` is the compression error of the
-        gradients of parameter group 3, `sent/3` its weights as they were sent last. Empty if nothing is compressed.
+        gradients of parameter group 3, `sent/3` its weights as they were sent last. Empty if neither format is
+        "waterfill4", or all ranks of each group are on one node.
     """
     carried: dict[str, ShardResidual | SentShards] = {}
     for number, param_group in enumerate(param_groups):

@@ -46,6 +46,9 @@ class ShardNames:
         names: Names of all parameters, by `id` of torch's sharded tensor.
         param_groups: Parameter groups of the model.
 
+    Attributes:
+        shards: `id` of a `ShardedParameter` -> its shard on this rank, with its name.
+
     Raises:
         ValueError: A parameter group has a parameter that is not in the model.
     """

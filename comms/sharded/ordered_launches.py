@@ -56,7 +56,7 @@ class TorchGroups:
         return issuer
 
     def close(self) -> None:
-        """Takes these groups out of the launch order of the device, when the model is closed."""
+        """Takes these groups out of the launch order of the device, when the model is closed; closes no group."""
         for issuer in filter(None, self._issuers.values()):
             devices.leave(issuer)
 

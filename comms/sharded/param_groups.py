@@ -483,13 +483,14 @@ def is_replicated(model: nn.Module) -> bool:
 
 
 def _call_behind(state: Any, name: str, by_hand: bool, callback: Callable[[], None]) -> None:
-    """Wraps a method of a module's FSDPState: calls `callback()` after it.
+    """Wraps a method of a module's FSDPState: calls `callback()` after it, in one of the two modes of finalization.
 
     Args:
-        state: The FSDPState.
+        state: The FSDPState, changed in place.
         name: Name of the method.
-        by_hand: Whether `callback` is called if the user finalizes backward by hand; False: only if torch does.
-        callback: Called without arguments.
+        by_hand: True calls `callback` only if the user finalizes the backward pass by hand, False only if torch
+            finalizes it. The mode is that at the time the method is called.
+        callback: Called without arguments; not after a method that has raised.
     """
     method = getattr(state, name)
 

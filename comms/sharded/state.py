@@ -258,7 +258,8 @@ class FsdpState(GradientState[AveragingSession]):
         """Returns the options by which this state keeps tensors from step to step, such as residuals; "" without any.
 
         That is the compressor's name, "`shards`", or both with "and". A warning names them if the optimizer has loaded
-        a checkpoint and this state has not, so that these tensors are lost.
+        a checkpoint and this state has not, so that these tensors are lost. `weights` is never named: without the flat
+        shards that were sent last, the next all-gather is just exact.
         """
         shards = "`shards`" if any(each.rows is not None for each in self._shards.residuals) else ""
         return " and ".join(filter(None, (super()._kept_in_words(), shards)))
@@ -382,13 +383,17 @@ class FsdpState(GradientState[AveragingSession]):
     def _reduce(self, param_group: ShardedParamGroup, flat: Tensor) -> None:
         """Averages one parameter group's flat shard over the replicas; torch calls it after the reduce-scatter.
 
+        Before a step's last micro-batch it only adds the flat shard to the sum that is kept. On a CPU the average may
+        be in flight when this returns, if torch does not read it before the backward pass ends.
+
         Args:
             param_group: The parameter group of the flat shard.
             flat: 1-D flat shard in the parameter group's reduce dtype, divided by the number of shards; changed in
                 place.
 
         Raises:
-            RuntimeError: The flat shard has another length than expected, or the average failed.
+            RuntimeError: The flat shard has another length than expected, or the average failed; or other parameters
+                had a gradient than in the micro-batch before.
         """
         session = self._connected("backward()")
         communicator, compression = session.communicator, session.compression
