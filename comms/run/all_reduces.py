@@ -133,7 +133,7 @@ class Bucket:
 
     @classmethod
     def of(cls, flat: Tensor, layout: Layout | None = None, arrived: Mark | None = None, index: int = 0) -> "Bucket":
-        """Makes a bucket that arrives now, with an open future.
+        """Makes a bucket that arrives now; on a CPU with an open future, on CUDA still without one.
 
         Args:
             flat: Gradients, 1-D and contiguous; averaged in place.

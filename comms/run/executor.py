@@ -142,7 +142,10 @@ class Executor(ABC):
     def migrate(self, layout: Layout, rank_plan: RankPlan, device: torch.device, *, ask: bool = True) -> None:
         """Starts to move compression state between the ranks of this node, for a bucket with a new layout.
 
-        Runs after the all-reduces started before, and before the next one; changes the compressor's state in place.
+        Changes the compressor's state in place; does nothing without a compressor, or if no ranks of a node divide the
+        bucket. On a CPU it is queued for the first lane and returns at once: it runs once all earlier all-reduces have
+        left that lane, though they may go on in others, and before the next one begins. On CUDA it is issued to its end
+        on a side stream before this returns, after all earlier all-reduces and before all later ones.
 
         Args:
             layout: Place of each parameter in the bucket.
@@ -156,9 +159,10 @@ class Executor(ABC):
 
     @abstractmethod
     def _start_migration(self, steps: ChunkSteps) -> None:
-        """Starts a coroutine of `Programs.migrate`, to run after the all-reduces started so far and before the next.
+        """Starts a coroutine of `Programs.migrate`, to run before the next all-reduce.
 
-        On a CPU it is queued for the first lane; on CUDA it is advanced to its end before this returns.
+        On a CPU it is queued for the first lane, and runs when the all-reduces started before have left that lane. On
+        CUDA it is advanced to its end, on a side stream after all all-reduces issued before, before this returns.
 
         Args:
             steps: Coroutine that moves compression state (residuals and the like) between the ranks of this node.
@@ -226,7 +230,8 @@ class Executor(ABC):
     def interrupt(self, error: Exception) -> None:
         """Aborts everything in flight because of an error on this rank or another. Any thread.
 
-        Does nothing on a CPU, where waits get errors from their transports.
+        Returns after the diagnosis, for which it asks the other ranks: that may take some seconds. Does nothing on a
+        CPU, where waits get errors from their transports.
 
         Args:
             error: The error; it becomes the cause of this rank's failure unless one is known already.

@@ -146,8 +146,9 @@ class LaneExecutor(Executor):
             finish(run.all_reduce, run.flat, None, now)
 
     def close(self, seconds: float | None = None) -> bool:
-        """Waits for the all-reduces in flight and ends the threads of all lanes; see `Executor.close`.
+        """Waits for the all-reduces in flight and ends the threads of all lanes; see `Executor.close`. Returns True.
 
+        If some do not end in time, it aborts them and tells the other ranks, and waits for `GIVING_UP_SECONDS` more.
         Does not wait if a lane's own thread calls it, as the garbage collector may.
         """
         self._lanes.close()
@@ -167,7 +168,11 @@ class LaneExecutor(Executor):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _abort_all(self, why: str) -> None:
-        """Completes the futures of all all-reduces in flight with an error, and wakes the lanes that wait.
+        """Aborts all all-reduces in flight, tells the other ranks, and refuses all later ones.
+
+        Their futures are completed with an error: an earlier failure of this rank if there is one, else one with the
+        reason. The groups are aborted, which wakes lanes that wait. If nothing is in flight, it only refuses later
+        all-reduces.
 
         Args:
             why: Reason, as a clause that names this rank.
@@ -296,7 +301,10 @@ class LaneExecutor(Executor):
         return f"{phase.op} {phase.place(self._level_names)}"
 
     def _fail(self, job: _ChunkJob, error: BaseException) -> None:
-        """Ends a job that has failed; the first failure aborts everything after it."""
+        """Ends a job that has failed: its futures get the diagnosis of this rank's first failure.
+
+        The first failure aborts all groups, and asks the other ranks for that diagnosis, which may take some seconds.
+        """
         self._give_up(job, self.failures.fail(self._place_of(job), self._programs.node, error))
 
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:

@@ -267,7 +267,10 @@ class StreamExecutor(Executor):
                 pass
 
     def release(self) -> None:
-        """Issues the all-gathers that `start` has deferred; see `Executor.release`."""
+        """Issues the all-gathers that `start` has deferred; see `Executor.release`.
+
+        Also marks the end of everything issued since the last call: `last` is that mark, and `deadline` watches it.
+        """
         if self._closed and self._held is None and self.failures.error is None:
             return
         self._refuse_if_failed()
@@ -395,7 +398,15 @@ class StreamExecutor(Executor):
             raise RuntimeError(CLOSED)
 
     def _device_state(self) -> tuple[int, bool]:
-        """Returns the number of all-reduces started, and whether the device waits; True if it cannot be queried."""
+        """Returns what `FailureHandler` tells the other ranks about this one when a collective has failed.
+
+        By it they find, after a timeout, the rank that is behind and waits for no other.
+
+        Returns:
+            (Number of all-reduces started, whether the device may be waiting for other ranks). The latter is True if
+            any watched work is unfinished or all-gathers are deferred, whatever they wait for, and if the device
+            cannot be queried.
+        """
         try:
             return self.launches, self._held is not None or self._device_is_busy
         except RuntimeError as error:

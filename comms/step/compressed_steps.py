@@ -51,7 +51,10 @@ class CompressedSteps(StepListener):
             self._session.grouping = Resume(saved, self._session.fusion)
 
     def step_ended(self, step: EndedStep) -> None:
-        """Commits the compressor's new state, or drops it if the averages are not finite."""
+        """Commits the compressor's new state, or drops it if the averages are not finite.
+
+        On CUDA the device decides which, and the host does not wait; an error here also ends the executor.
+        """
         if self._communicator.device.type != "cuda":
             self._compression.end_step([*step.buckets, *step.sparse], step.transfers)
             return

@@ -130,16 +130,16 @@ class OptionalMembers:
         """The present ranks and this rank's number among them, in elastic training.
 
         Raises:
-            RuntimeError: `elastic` is not set, or the ranks have not connected.
+            RuntimeError: Always here, without `elastic`; in elastic training as long as the ranks have not connected.
         """
         raise RuntimeError("there is no view: `elastic` is not set, or no model is bound yet")
 
     @property
     def changes(self) -> "tuple[Change, ...]":
-        """The losses and joins of ranks so far in elastic training, oldest first, each with the seconds of its parts.
+        """The last 1000 losses and joins of ranks in elastic training, oldest first, with the seconds of their parts.
 
         Raises:
-            RuntimeError: `elastic` is not set, or the ranks have not connected.
+            RuntimeError: Always here, without `elastic`; in elastic training as long as the ranks have not connected.
         """
         raise RuntimeError("there are no changes: `elastic` is not set, or no model is bound yet")
 
@@ -243,6 +243,8 @@ def count_passes(listeners: Listeners, compression: "Compression", parameters: I
 def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesAgreement) -> None:
     """Measures the links between ranks as `config` asks, and adds listeners that measure on during the first steps.
 
+    All ranks call it: measurements are collective, and block.
+
     Called before `RankPlans.fix_plan` chooses a plan; not for the sessions after a change of the ranks in elastic
     training, where the rates come from the ranks that have measured them.
 
@@ -282,6 +284,8 @@ def compare_loaded(
 ) -> None:
     """Adds the listener that checks that all ranks have loaded the same state; nothing to do for a single rank.
 
+    With `kept` it waits until all ranks have called it.
+
     Args:
         listeners: Listeners of the new session.
         communicator: Communicator of the ranks.
@@ -290,7 +294,7 @@ def compare_loaded(
         changed: Whether the ranks have changed in elastic training: processes that join have loaded nothing, so only
             states loaded from now on are compared.
         kept: Text about the state that this rank keeps, such as how the ranks are placed: only ranks with the same
-            text are compared with each other. Empty compares all.
+            text are compared with each other. Empty, on all ranks alike, compares all.
     """
     if communicator.size > 1:
         from gradwire.comms.step.loaded import LoadConsistencyCheck

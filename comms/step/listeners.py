@@ -179,7 +179,7 @@ class Listeners:
         self.for_buckets: tuple[StepListener, ...] = ()
 
     def add(self, name: str, listener: StepListener) -> None:
-        """Adds a listener at its place in `ORDER`.
+        """Adds a listener at its place in `ORDER`, instead of one that was added under the same name.
 
         Raises:
             ValueError: `name` is not in `ORDER`.

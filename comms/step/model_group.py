@@ -37,10 +37,10 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
         model: A DDP model, or a module.
 
     Returns:
-        None if no DDP model holds the module's parameters.
+        None if no parameter requires a gradient, or no DDP model holds the first one that does.
 
     Raises:
-        ValueError: Several DDP models with different groups hold them.
+        ValueError: Several DDP models with different groups hold that parameter.
     """
     # DDP and what wraps it (torch.compile) have it as an attribute.
     own: dist.ProcessGroup | None = getattr(model, "process_group", None)

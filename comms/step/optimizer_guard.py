@@ -20,7 +20,10 @@ _guarded: "weakref.WeakSet[ReportsFailures]" = weakref.WeakSet()
 
 
 def guard(state: ReportsFailures) -> None:
-    """Makes every optimizer raise the failures of `state` before it steps."""
+    """Makes every optimizer of the process raise the failure of `state`, if it has one, before it steps.
+
+    A weak reference to `state` is kept.
+    """
     _guarded.add(state)
     _register()
 

@@ -143,7 +143,8 @@ class PassesPerStep(StepListener):
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Records that an optimizer begins a step, and how many averaged passes came since its last one.
 
-        Ignored if the optimizer has none of this model's parameters.
+        Ignored if the optimizer has none of this model's parameters. At its `MOST_STEPS`th step in a row after several
+        passes each, all later passes are refused (`step_began`).
 
         Args:
             optimizer: Any optimizer of the process, just before its step.

@@ -102,7 +102,9 @@ class ReturnedGradients(StepListener):
         weakref.finalize(self, _remove, self._handles)
 
     def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
-        """Records the gradients of a bucket before DDP replaces them by the averages.
+        """Refuses gradients that hold an average of an earlier pass; else records those that DDP replaces by averages.
+
+        Only parameters whose compressor keeps a momentum count. On CUDA it may wait for the device.
 
         Raises:
             RuntimeError: One of them holds an average, and its compressor keeps a momentum.
