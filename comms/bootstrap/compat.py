@@ -141,7 +141,7 @@ class TorchGroup(Protocol):
         """
 
     def alltoall(self, outputs: list[Tensor], sources: list[Tensor], options: object, /) -> BackendWork:
-        """Sends the r-th source to rank r, and receives the r-th output from it; gloo has no such call."""
+        """Starts to send the r-th source to rank r, and to receive the r-th output from it; gloo has no such call."""
 
     def shutdown(self) -> None:
         """Waits for collectives in flight, then closes connections and threads."""
@@ -174,10 +174,10 @@ class PairwiseGroup(TorchGroup, Protocol):
     """A group with point-to-point messages: gloo."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
-        """Sends one tensor to one rank."""
+        """Starts to send one tensor to one rank, which receives it with the same tag."""
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
-        """Receives one tensor from one rank, in place."""
+        """Starts to receive one tensor from one rank, in place; it must be sent with the same tag."""
 
 
 GLOO_SEGMENT_NBYTES = 1 << 20

@@ -166,7 +166,7 @@ class AbortSignal:
         self._store.compare_set(self._key, "", failure.packed(self._rank).decode())
 
     def try_set(self, failure: PeerFailure) -> None:
-        """Sets the failure if the store is reachable."""
+        """Sets the failure unless one is set; if the store is unreachable, that is only logged."""
         try:
             self.set(failure)
         except RuntimeError as error:
@@ -578,7 +578,7 @@ class StoreFailureReporter(FailureReporter):
         return replace(self._peer_table, addresses=addresses)
 
     def _read(self, ranks: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        """Reads the reports of some ranks; empty if one of them has none. A malformed report counts as none."""
+        """Reads reports of some ranks: (rank, report) each, without malformed ones; empty if one has published none."""
         keys = [f"report/{rank}" for rank in ranks]
         if not self._store.check(keys):
             return []
