@@ -142,10 +142,12 @@ class Executor(ABC):
     def migrate(self, layout: Layout, rank_plan: RankPlan, device: torch.device, *, ask: bool = True) -> None:
         """Starts to move compression state between the ranks of this node, for a bucket with a new layout.
 
-        Changes the compressor's state in place; does nothing without a compressor, or if no ranks of a node divide the
-        bucket. On a CPU it is queued for the first lane and returns at once: it runs once all earlier all-reduces have
-        left that lane, though they may go on in others, and before the next one begins. On CUDA it is issued to its end
-        on a side stream before this returns, after all earlier all-reduces and before all later ones.
+        Changes the compressor's state in place. Does nothing without a compressor, or if the ranks of a node do not
+        compress different shards of the bucket (`RankPlan.shares_ownership`).
+
+        On a CPU it is queued for the first lane and returns at once: it runs once all earlier all-reduces have left
+        that lane, though they may go on in others, and before the next one begins. On CUDA it is issued to its end on a
+        side stream before this returns, after all earlier all-reduces and before all later ones.
 
         Args:
             layout: Place of each parameter in the bucket.

@@ -385,7 +385,10 @@ def sharded_param_groups(model: nn.Module) -> list[ShardedParamGroup]:
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:
-    """Returns the modules on which `fully_shard` was called, also those without a parameter group of their own."""
+    """Returns the modules inside `model` on which `fully_shard` or `replicate()` was called.
+
+    Also those without a parameter group of their own.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
@@ -396,7 +399,7 @@ def root_sharded_modules() -> list[nn.Module]:
 
 
 def _all_sharded_modules() -> list[Any]:
-    """Returns all modules of this process on which `fully_shard` was called; any thread may call it."""
+    """Returns this process's modules on which `fully_shard` or `replicate()` was called; any thread may call it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []

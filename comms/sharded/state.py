@@ -496,7 +496,11 @@ class FsdpState(GradientState[AveragingSession]):
         return True
 
     def _begin_step(self, session: AveragingSession) -> None:
-        """Begins a step at its first flat shard: decides whether it is timed, and takes over the loss scale."""
+        """Begins a step at its first flat shard: says if it is timed, takes over the loss scale, calls the listeners.
+
+        Raises:
+            RuntimeError: In the first step: `fully_shard` was called after `apply`. Or what a listener raises.
+        """
         if self.steps == 0:
             _refuse_late_param_groups(self._model(), self._param_groups)
         self._finite = True

@@ -115,8 +115,8 @@ class PassesPerStep(StepListener):
     def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
         """Records a bucket's parameters, by which the model's optimizer is recognized; see `StepListener`.
 
-        Values are compared of layouts only: ranks of a sharded model, which gives none, hold unlike values, and all
-        have to decide alike.
+        Of the first bucket of a pass it also keeps the versions of all parameters and, if there is a layout, copies of
+        some values: ranks of a sharded model, which gives none, hold unlike values, and all have to decide alike.
         """
         if id(layout) not in self._layouts:
             self._layouts.add(id(layout))

@@ -55,7 +55,10 @@ class UsedMap(StepListener):
         return self._in_every_step or self.wants_buckets
 
     def step_began(self, steps: int) -> None:
-        """Waits on the host for the sum that DDP has issued, in the first step of a static graph on CUDA."""
+        """Forgets the buckets of earlier passes; in the first step of a static graph on CUDA, waits on the host.
+
+        It waits for all work of the device, because DDP has issued its sum there.
+        """
         self._passed.clear()
         if steps == 0 and self._in_first_step and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
