@@ -195,7 +195,7 @@ def faults(folder: Path) -> tuple[InjectedFault, ...]:
     """Returns all faults: the ten that are counted, then the extra ones.
 
     Args:
-        folder: Folder for files that a fault needs; must exist while the faults are used.
+        folder: Folder for files that a fault needs, which are written here; must exist while the faults are used.
     """
     install_other_version(folder)
     # The ten faults that are counted.
@@ -255,7 +255,6 @@ class DoctorRun:
         seconds: Duration of the run.
         expected: Fault that was injected; None for a healthy cluster.
         load: Load of the machine at the end.
-        facts: Facts of the doctor's JSON, to look up why it judged so.
     """
 
     name: str

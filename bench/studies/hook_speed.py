@@ -321,7 +321,14 @@ def build_parser() -> StudyParser:
 
 
 def main(argv: list[str]) -> int:
-    """Measures and prints the table; returns the exit status."""
+    """Measures a step of one bucket under each configuration, on each cluster, and prints a table of them.
+
+    The clusters are those that `argv` names, else all of `CASES`, emulated one after the other; `--json` writes the
+    figures to a file. A failed rank, or a machine that cannot emulate a cluster, raises RuntimeError.
+
+    Returns:
+        0; or 2 for an unknown compressor, before anything is measured.
+    """
     options = build_parser().parse_args(argv)
     compressors = options.compressor.split(",") if options.compressor else []
     try:

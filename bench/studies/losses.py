@@ -650,7 +650,10 @@ def soak(options: argparse.Namespace, compressor: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the study for each compressor and prints a line a job; returns 1 if anything was wrong, 0 otherwise."""
+    """Runs the study for each compressor and prints a line a job; returns 1 if anything was wrong, 0 otherwise.
+
+    The processes that the study starts call it with `--agent` or `--store`, as a node's agent or to serve the store.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--nic", help="emulate the nodes, with links of this rate: 200mbit")

@@ -275,13 +275,13 @@ class CheckedCase:
     rounds_seconds: tuple[float, ...] = ()
 
     def sends_what_was_predicted(self, ranks: int) -> bool:
-        """Returns whether the busiest node sent the predicted bytes, and not more than headers on top of them."""
+        """Returns whether the busiest node sent more than the predicted bytes, and no more than headers explain."""
         most = HEADER_SHARE * self.predicted_nic_nbytes + SMALL_NBYTES * ranks
         return self.predicted_nic_nbytes < self.nic_nbytes < most
 
     @property
     def steady(self) -> bool:
-        """True if every other round takes as long as the rounds between."""
+        """True if the medians of the even and of the odd rounds differ by less than the factor `STEADY`."""
         one, other = (statistics.median(self.rounds_seconds[first::2]) for first in (0, 1))
         return max(one, other) < STEADY * min(one, other)
 
@@ -394,7 +394,9 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Checks emulated clusters, or runs all cases as one rank of a launched job; returns the exit status.
+    """Checks emulated clusters, or runs all cases as one rank of a launched job.
+
+    Returns 1 if a case is off on an emulated cluster, else 0; in a launched job nothing is judged.
 
     Args:
         argv: Words after the module's name.

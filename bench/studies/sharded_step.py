@@ -231,7 +231,7 @@ def build_parser() -> StudyParser:
 
 
 def main(argv: list[str]) -> int:
-    """Measures and prints the table; returns the exit status."""
+    """Measures the settings on each cluster, prints the table, and writes the JSON if asked for; returns 0."""
     options = build_parser().parse_args(argv)
     wanted = options.setting or [""]
     names = [one.name for one in SETTINGS if one.name in (PLAIN, NATIVE) or any(words in one.name for words in wanted)]

@@ -63,6 +63,7 @@ def measure(peer: Peer, ranks: int) -> PeerSeconds:
 
     Raises:
         RuntimeError: The peer failed; the message ends with what it printed last.
+        subprocess.TimeoutExpired: It took longer than `TURN_SECONDS`.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
@@ -88,7 +89,15 @@ def cell(seconds: list[float]) -> str:
 
 
 def table(ranks: int, rounds: dict[str, list[PeerSeconds]]) -> str:
-    """Returns a table in Markdown with a row for each peer, in microseconds: median of the rounds (best round)."""
+    """Returns a table in Markdown with a row for each peer and a column for each of `SIZES_NBYTES`.
+
+    A cell has the microseconds of one all-reduce on the slowest rank: of the medians of the rounds the median, and in
+    parentheses the least.
+
+    Args:
+        ranks: Number of ranks, for the heading.
+        rounds: Name of a peer -> its seconds in each round.
+    """
     rows = [[f"{ranks} ranks, us", *map(size_name, SIZES_NBYTES)]]
     for name, results in rounds.items():
         rows.append([name, *(cell([result[nbytes] for result in results]) for nbytes in SIZES_NBYTES)])
@@ -130,7 +139,10 @@ def peers_of(options: argparse.Namespace) -> list[Peer]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints a table for each number of ranks."""
+    """Measures all peers in turns, and prints a table for each number of ranks; returns 0.
+
+    With `--json` the seconds of every round are written to a file.
+    """
     options = parse(arguments)
     peers = peers_of(options)
     print(f"# {machine_line()}; {options.rounds} rounds in turns: microseconds, median of the rounds (best round)")

@@ -350,7 +350,7 @@ def _emulated(nodes: list[int], nic: str, arguments: list[str], *, slow: bool = 
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part of `cost` and `cause`; prints what it has found as a line of JSON."""
+    """Runs one rank's part of `cost` or `cause`, prints what it has found as a line of JSON, and returns 0."""
     torch.set_num_threads(1)
     place.connect()
     if arguments[0] == "cost":

@@ -90,7 +90,7 @@ def build_parser() -> StudyParser:
 
 
 def main(argv: list[str]) -> int:
-    """Measures or shows; returns the exit status."""
+    """Measures or shows; returns 0, or 1 for a bad method, module or file, or a failed rank."""
     options = build_parser().parse_args(argv)
     try:
         with clean_end():

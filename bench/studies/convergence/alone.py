@@ -310,7 +310,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Trains, and prints where it ended; returns the exit status."""
+    """Trains once for each seed, and prints where each ended; returns 0, or 2 for a bad option."""
     asked = build_parser().parse_args(argv)
     try:
         check_number("--steps", asked.steps, 1, 10**9)

@@ -481,7 +481,7 @@ def show(file: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Measures or shows; returns the exit status."""
+    """Measures and appends the results to the file, or prints what the file has; returns 0. A failed rank raises."""
     parser = StudyParser("convergence.outer", __doc__)
     parser.add_argument("what", choices=("quality", "speed", "cost", "show"))
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="a line for each result; added to")

@@ -278,7 +278,7 @@ def build_parser() -> StudyParser:
 
 
 def main(argv: list[str]) -> int:
-    """Trains or shows; returns the exit status."""
+    """Runs the queue, or prints the tables and draws the picture; returns 0, or 1 if a file or an entry is unusable."""
     parser = build_parser()
     options = parser.parse_args(argv)
     if options.what == "run" and options.entries is None:

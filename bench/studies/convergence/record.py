@@ -143,7 +143,7 @@ def plain_runs(record: Record, task: str, method: str) -> list[TrainingRun]:
 
 
 def target(record: Record, facts: TaskFacts, method: str = PLAIN) -> float:
-    """Returns the quality that a method has to reach: plain DDP's mean over the same seeds, less the tolerance."""
+    """Returns the quality that a method has to reach: plain DDP's mean over the same seeds, worse by the tolerance."""
     sign = -1.0 if facts.higher_is_better else 1.0
     return ending(plain_runs(record, facts.name, method)).mean + sign * facts.tolerance
 

@@ -122,7 +122,7 @@ def predicted(nic: str, round_trip_seconds: float, loss: float, numel: int, node
 
 
 def main(argv: list[str]) -> int:
-    """Measures and prints the table; returns the exit status."""
+    """Measures every pair of delay and loss on a cluster of its own, prints a row each, then the table; returns 0."""
     parser = StudyParser("distance.streams", __doc__)
     parser.add_argument("--nic", default="100mbit")
     parser.add_argument("--delays", default="0.5ms,10ms,40ms,75ms", help="one way")

@@ -154,7 +154,10 @@ class MeasuredHook:
 
 
 def main() -> None:
-    """Measures all hooks in turns and prints the table on rank 0."""
+    """Measures all hooks in turns as one rank of a job that torchrun started; rank 0 prints the table.
+
+    With `--profile` it runs the first of `--modes` once more under a profiler, whose figures rank 0 prints before.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="aabb", help="a letter for each rank's node")
     parser.add_argument("--modes", default="flat,hierarchical", help="separated by commas")

@@ -233,7 +233,7 @@ def decision(steps: Sequence[HourStep], entries: Sequence[Mapping[str, object]])
 
 
 def main(argv: list[str], steps: Sequence[HourStep] | None = None) -> int:
-    """Runs the hour, and writes its JSON after each step.
+    """Runs the hour, and writes its JSON after each step; it ends early if a decisive step fails.
 
     Args:
         argv: Words of the command line.

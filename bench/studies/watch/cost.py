@@ -132,7 +132,10 @@ def own_seconds() -> float:
 
 
 def main() -> None:
-    """Runs ranks without and with the watch in turn, and prints a table of both and of the difference."""
+    """Runs ranks without and with the watch in turn, and prints a table of both and of the difference.
+
+    Then it runs two watched ranks, twice, and prints the share of a core that the watch's own thread takes.
+    """
     parser = StudyParser("watch.cost", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="ranks without and with (default: 5)")
     options = parser.parse_args()

@@ -264,7 +264,7 @@ class Outcomes:
         return [each for each in whats if each not in known]
 
     def add(self, outcome: Outcome) -> None:
-        """Adds an outcome, prints its row, and appends it to the data file."""
+        """Adds an outcome to `all` and prints its row; if there is a data file, appends the outcome to it as a line."""
         self.all.append(outcome)
         print(outcome.row, flush=True)
         if self._data is not None:
