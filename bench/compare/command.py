@@ -143,7 +143,7 @@ def settings_of(options: argparse.Namespace, scale: Scale, **network: Any) -> Co
 
 
 def main(argv: list[str]) -> int:
-    """Compares and prints the table; returns the exit status: 2 for a bad flag, 1 for a failure.
+    """Compares, prints the table and writes the files; returns the exit status: 0, 2 for a bad flag, 1 for a failure.
 
     Args:
         argv: Words of the command line after `compare`.

@@ -30,6 +30,8 @@ _LEAST_MEGABYTES, _MOST_MEGABYTES = 1e-3, 1e6
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line, fills in defaults that depend on each other, and checks what argparse cannot.
 
+    It also imports the modules of `--import`, and reads the case of `--replay` to check it.
+
     Args:
         argv: Words of the command line after `compare`.
 

@@ -81,7 +81,7 @@ class ConfigurationRun:
 
     @property
     def gradient_nbytes(self) -> int:
-        """Returns the bytes of the gradients of one step on one rank; 0 before the first record."""
+        """Returns the bytes of one rank's gradients in one step, the most of all so far; 0 before the first record."""
         return max((each["gradient_nbytes"] for own in self.records.values() for each in own), default=0)
 
     def result(self, ranks: int, counted: bool) -> ConfigurationResult:
@@ -92,7 +92,8 @@ class ConfigurationRun:
             counted: True if the bytes of a network card were counted.
 
         Returns:
-            The result; one with a `reason` and no figures if a rank made too few steps.
+            The result, without a speed-up: its `speed_up_range` holds the quartiles of a step's seconds, which
+            `_Runs.results` replaces. One with a `reason` and no figures if a rank made too few steps.
         """
         steps = min((len(own) for own in self.records.values()), default=0) if len(self.records) == ranks else 0
         if steps < WARM_UP_STEPS + 2:
@@ -174,6 +175,9 @@ def run_emulated(options: argparse.Namespace, nodes: list[int], runs: "_Runs") -
         options: Parsed options of the command line.
         nodes: Number of ranks on each node.
         runs: Collection that the output of the ranks is added to.
+
+    Raises:
+        RuntimeError: The cluster cannot be set up, or the script does not run under plain DDP.
     """
     with EmulatedCluster(nodes, options.nic) as cluster:
         for name, hook in runs.configurations.items():

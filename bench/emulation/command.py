@@ -339,8 +339,9 @@ def main(argv: list[str]) -> int:
         argv: Words of the command line after `emulate`: options, `--`, and the command.
 
     Returns:
-        The status of the rank that failed first, 128 + signal for one that a signal ended; 124 after `--timeout`; 2
-        for parameters that make no sense and for a machine that cannot emulate.
+        0 if no rank failed; else the status of the rank that failed first, 128 + signal for one that a signal ended;
+        124 after `--timeout`; 2 for parameters that make no sense and for a machine that cannot emulate; 1 if the
+        cluster cannot be set up, its relay has ended, or the file cannot be written.
     """
     split = argv.index("--") if "--" in argv else len(argv)
     options = build_parser().parse_args(argv[:split])

@@ -54,7 +54,10 @@ class JobOutcome:
         return returncode if returncode > 0 else 128 - returncode
 
     def check(self) -> None:
-        """Raises RuntimeError with the failing rank's last lines unless every rank ended with status 0."""
+        """Raises RuntimeError if a rank failed or the time was up, with the last lines of the first rank that failed.
+
+        After a time-out they are those of rank 0. A rank that was ended from outside has not failed.
+        """
         if self.exit_status == 0:
             return
         rank = self.first_failure if self.first_failure is not None else 0

@@ -176,6 +176,9 @@ class Netem:
         Args:
             node: Number of the node.
             bits_per_second: Rate in each direction; None for no limit.
+
+        Raises:
+            RuntimeError: The kernel refuses.
         """
         queued = self._queue_nbytes(node, bits_per_second)
         for end in self._ends[node]:

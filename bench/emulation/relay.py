@@ -173,10 +173,10 @@ class Relay:
         return cast(int, self._ask({"counts": True})["overrun"])
 
     def _ask(self, question: dict[str, object]) -> dict[str, object]:
-        """Sends a request to the relay as a line of JSON, and returns its answer.
+        """Sends a request to the relay as a line of JSON, waits for its answer, and returns it.
 
         Raises:
-            RuntimeError: The relay has ended.
+            RuntimeError: The relay has ended, or does not answer within `_START_SECONDS`.
         """
         asking, answering = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
         try:
@@ -194,5 +194,5 @@ class Relay:
         return cast(dict[str, object], json.loads(line))
 
     def close(self) -> None:
-        """Ends the relay; does nothing if it has ended already."""
+        """Ends the relay, and kills it if it takes more than ten seconds; does nothing if it has ended already."""
         end_piped(self._process)

@@ -24,7 +24,10 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextlib.contextmanager
 def clean_end() -> Iterator[None]:
-    """Raises `EndedBySignal` inside the block at the first signal that would end the process. Main thread only."""
+    """Raises `EndedBySignal` inside the block at the first of the signals of `ENDING`. Main thread only.
+
+    Further ones are ignored until the block has ended; then the earlier handlers are back.
+    """
     before = {ending: signal.signal(ending, _leave) for ending in ENDING}
     try:
         yield
@@ -39,6 +42,8 @@ _PR_SET_PDEATHSIG = 1
 
 def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process when its parent dies, so that no rank outlives the command that started it.
+
+    Ends this process at once, with status 1, if the parent has died already.
 
     Args:
         parent: Process ID of the parent, read before the fork.

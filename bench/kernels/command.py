@@ -163,7 +163,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `gradwire bench kernels` and returns its exit status.
+    """Runs `gradwire bench kernels`; returns 0, 2 for a bad option, or 1 if the JSON cannot be written.
 
     Args:
         argv: Words of the command line after `kernels`.

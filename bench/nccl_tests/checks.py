@@ -58,6 +58,8 @@ class ResultCheck(Protocol):
     ) -> int:
         """Runs a collective once on inputs that it makes, and returns the number of this rank's wrong elements.
 
+        All ranks call it together.
+
         Args:
             backend: Library that runs the collective.
             collective: Collective to run.
@@ -257,7 +259,11 @@ class LossyCheck:
     def wrong(
         self, backend: Backend, collective: CollectiveSpec, case: Case, counts: Counts, in_place: bool, seed: int
     ) -> int:
-        """Runs a compressed all-reduce once; returns the number of elements outside the bound of the compressor."""
+        """Runs a compressed all-reduce once; returns the number of elements outside the bound of the compressor.
+
+        It begins without a residual. If it is out of place, its error, bytes and times are added to `losses`, for which
+        the ranks exchange numbers. Without elements nothing is run, and 0 is returned. Collective.
+        """
         numel = counts.source
         if not numel:
             return 0

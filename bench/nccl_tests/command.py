@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
     Returns:
         0 if all went well; 1 if a result is wrong, the mean bandwidth misses NCCL_TESTS_MIN_BW, or a rank failed; 2 for
-        a bad flag.
+        a bad flag, or a launcher that cannot be used.
     """
     own = {"kernels": "gradwire.bench.kernels.command", "codecs": "gradwire.bench.kernels.codecs"}
     if argv and argv[0] in own:

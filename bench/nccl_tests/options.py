@@ -293,7 +293,7 @@ def _add_backends(parser: Parser) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line, and checks what argparse cannot.
+    """Parses the command line, checks what argparse cannot, and imports the modules of `--import`.
 
     Args:
         argv: Words of the command line after `bench`.

@@ -109,7 +109,9 @@ class Timer:
         self._finish()
 
     def time(self, issues: Sequence[Issue]) -> Timing:
-        """Runs and times the iterations. Collective.
+        """Runs the iterations, and returns the time of one operation, over the ranks as -a says. Collective.
+
+        Only with -I, and no -G, the result has the times of single iterations, too.
 
         Args:
             issues: Operations that an iteration issues before it waits: one, or several with -m.
@@ -146,7 +148,12 @@ class Timer:
         return (ended - began) / self._iterations / len(issues)
 
     def _one_by_one(self, issues: Sequence[Issue]) -> Timing:
-        """Returns the times of single iterations, each of which ends with a wait; barriers between are not timed."""
+        """Times each iteration by itself, and returns the mean of all, over the ranks as -a says. Collective.
+
+        An iteration begins after a barrier, which is not timed, and ends when the device has finished. With -C 1 the
+        clock stops before the wait for the device, and on a CPU it is that of the processor time. The times of single
+        iterations, without the first ones of -K, are returned too with -I; not with -z 3 alone.
+        """
         own = []
         for _ in range(self._iterations):
             dist.barrier(self._control)
@@ -165,7 +172,10 @@ class Timer:
         return Timing(self._over_ranks(statistics.fmean(own)), times if self._each else None)
 
     def _replayed(self, issues: Sequence[Issue]) -> float:
-        """Returns this rank's seconds per operation in a CUDA graph of all iterations, launched -G times."""
+        """Returns this rank's seconds per operation in a CUDA graph of all iterations, launched -G times.
+
+        One more launch before them is not timed.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(self._iterations):

@@ -111,7 +111,7 @@ def _draw(records: dict[Path, PlotRecord], target: Path, step: int | None) -> li
 
 
 def main(argv: list[str]) -> int:
-    """Draws and prints the names of the pictures; returns the exit status.
+    """Draws and prints the names of the pictures; returns the exit status: 0, or 2 if a picture cannot be drawn.
 
     Args:
         argv: Words after `plot`: files and options.

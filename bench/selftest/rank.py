@@ -120,7 +120,10 @@ def _tried(part: str, name: str, attempt: Attempt) -> tuple[SelftestResult, bool
 
 
 def check_kernels(settings: PartSettings) -> None:
-    """The kernels of a device, then their bandwidth."""
+    """Checks the kernels of a device, sends which of them were called, and then, on CUDA, measures their bandwidth.
+
+    If the CUDA kernels cannot be used on this machine, one skipped check says why, and no bandwidth is measured.
+    """
     device = rank_device(settings.device)
     on_cuda = device.type == "cuda"
     functions: set[str] = set()

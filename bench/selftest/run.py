@@ -56,7 +56,10 @@ class Part:
     shares_gpu: bool = False
 
     def environment(self, placement: Placement) -> dict[str, str]:
-        """Returns the environment variables of a rank besides those of its placement."""
+        """Returns the environment variables of a rank besides those of its placement: mostly none.
+
+        If ranks share a GPU, these are the variables of `SHARED_GPU`, and an NCCL_HOSTID of the rank's own.
+        """
         return {**SHARED_GPU, "NCCL_HOSTID": f"rank{placement.rank}"} if self.shares_gpu else {}
 
 

@@ -112,7 +112,7 @@ def readable_rate(nbytes: float, seconds: float) -> str:
 
 
 def steps_within(computation_seconds: float) -> int:
-    """Returns the number of steps of each hook that fit into the time budget, and print it.
+    """Returns the number of steps of each hook that fit into the time budget, and prints it.
 
     Args:
         computation_seconds: Duration of a step without communication.
@@ -252,7 +252,7 @@ def main(argv: list[str]) -> int:
         argv: Words of the command line; no option is required.
 
     Returns:
-        0, or 1 for a bad option or a failed rank.
+        0, or 1 for a bad rate or hook, or a failed rank. Words that argparse refuses end the process with status 2.
     """
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.bench.train.main_job", description=(__doc__ or "").split("\n")[0]
