@@ -443,8 +443,8 @@ class _Follower(_Rank):
     def _probes_leader(self) -> bool:
         """Returns whether this rank probes rank 0.
 
-        All do in groups of up to `BLOCK` ranks, and as long as rank 0 has published no generation. Else the second rank
-        of each block does, and all ranks on rank 0's kernel, whom it costs no connection.
+        All do in groups of up to `BLOCK` ranks, and as long as they follow no generation. Else the second rank of each
+        block does, and, once rank 0 has published its info, all ranks on its kernel, whom it costs no connection.
         """
         if not self._generation or self._own.size <= BLOCK or self._own.rank % BLOCK == 1:
             return True

@@ -75,7 +75,7 @@ run a finalizer that takes the same lock."""
 
 
 class BackgroundThread(threading.Thread):
-    """Daemon thread that handles its own failure, and has ended when Python is finalized.
+    """Daemon thread that handles its own failure, and is asked to end and joined at exit, unless `awaited` is False.
 
     Args:
         name: Thread name, for debuggers and traces.

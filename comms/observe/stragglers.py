@@ -471,9 +471,9 @@ class _OwnSteps:
 
         It looks at the kept samples, of up to 128 steps (`KEPT_STEPS`), that have as many buckets as the last step, and
         at the waits for all buckets of a step together. "Now" is their median over the last `WINDOW` samples, "least"
-        the smallest median of `WINDOW` in a row. If now exceeds least by less than 30 % of now, nothing has changed,
-        and it returns the oldest step. Otherwise it goes back from the newest step as long as steps waited longer than
-        halfway between the two, passing over one that did not, and returns the earliest one that did.
+        the smallest of the medians of each `WINDOW` in a row, from the oldest on. If now exceeds least by less than
+        30 % of now, nothing has changed, and it returns the oldest step. Otherwise it goes back from the newest step
+        until two in a row waited no longer than halfway between the two, and returns the earliest that waited longer.
         """
         sums = [(sample.step, sum(sample.waits)) for sample in self._samples if len(sample.waits) == self.count]
         now = _median(sorted(wait for _, wait in sums[-WINDOW:]))
@@ -745,8 +745,8 @@ class StragglerWatch:
     def step_ended(self, step: int, buckets: Sequence[Times]) -> None:
         """Notes the end of a step, and, when it is time, begins an exchange with all ranks or reads one begun before.
 
-        All ranks call it at the same point of their sequence of launches. It does not wait for other ranks on CUDA; on
-        CPUs reading may wait for an exchange of the step before.
+        All ranks call it at the same point of their sequence of launches. An exchange is read one step after it began,
+        on CUDA two; what it still lacks then is waited for.
 
         Args:
             step: Number of the step, ascending by one.
