@@ -56,7 +56,8 @@ class JobOutcome:
     def check(self) -> None:
         """Raises RuntimeError if a rank failed or the time was up, with the last lines of the first rank that failed.
 
-        After a time-out they are those of rank 0. A rank that was ended from outside has not failed.
+        After a time-out without such a rank they are those of rank 0. A rank that `Ranks` itself has ended, because of
+        another one, has not failed.
         """
         if self.exit_status == 0:
             return
