@@ -491,7 +491,7 @@ class Communicator:
         except Exception as error:
             if refusable and not isinstance(error, PeerError | MemoryError) and not blames_connection(error):
                 raise  # on every rank, or the others' wait ends by their time-out
-            raise self.executor.failures.fail(where, members, error) from None
+            raise self.executor.failure_handler.fail(where, members, error) from None
 
     def sendrecv(self, other: int, nbytes: int) -> float:
         """Exchanges bytes with another rank, for measurements; both ranks call it while nothing else is in flight.

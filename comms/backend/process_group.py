@@ -135,14 +135,14 @@ class GradwireGroup(DelegatingGroup):
         self._sockets = sockets = GlooSockets()
         if self._planned:
             self.communicator = self._planned.on_cpu
-            self.communicator.executor.failures.wake = sockets.shut_down
+            self.communicator.executor.failure_handler.wake = sockets.shut_down
         try:
             self._backends = sockets.opened_by(lambda: register_backends([self, self.inner], options))
         except RuntimeError as error:
             if self.communicator is None or self.communicator.peer_wait().abort_reason(at_once=True) is None:
                 raise
             # Another rank has aborted and shut its sockets down; gloo's error names only these. Raise the reason.
-            raise self.communicator.executor.failures.fail("connecting", (), error) from None
+            raise self.communicator.executor.failure_handler.fail("connecting", (), error) from None
         if self._planned and len(self._planned.cluster.nodes) == 1:
             store = PrefixStore("gradwire/node", options.store)
             self._node = NodeCollectives(self._planned.on_cpu, store, f"gradwire {options.group_id}")

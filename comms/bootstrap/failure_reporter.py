@@ -21,7 +21,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.failures import FAILED, LONGEST_REASON, OVERDUE, Failures, PeerFailure
+from gradwire.comms.bootstrap.failures import FAILED, LONGEST_REASON, OVERDUE, GroupFailures, PeerFailure
 from gradwire.comms.bootstrap.probe import (
     ANSWERS,
     ENDED,
@@ -95,7 +95,7 @@ class FailureReporter(ABC):
         failures: Failures of the ranks that the reporter is for.
     """
 
-    def __init__(self, rank: int, failures: Failures) -> None:
+    def __init__(self, rank: int, failures: GroupFailures) -> None:
         self.rank = rank
         self.failures = failures
 
@@ -286,8 +286,8 @@ class StoreFailureReporter(FailureReporter):
     ) -> None:
         polling = store if isinstance(store, PollingStore) else PollingStore(store, STORE_PATIENCE, ranks=size)
         self._abort = _PolledAbortSignal(polling, rank)
-        self._peer_table = peer_table or PeerTable("", rank, {})
-        super().__init__(rank, Failures((self._peer_table.reported_failure, self._abort.poll), self._abort.try_set))
+        self._peer_table = table = peer_table or PeerTable("", rank, {})
+        super().__init__(rank, GroupFailures((table.reported_failure, self._abort.poll), self._abort.try_set))
         self._store = polling.within(STORE_PATIENCE)
         self._size = size
         self._may_miss = may_miss or (lambda: range(size))

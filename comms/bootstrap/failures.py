@@ -1,7 +1,7 @@
 """Failure state of one group of ranks: which ranks failed, why, and who reported it.
 
-Detectors call `Failures.report()`, or are polled by it as a source; blocking waits call `Failures.poll()`. A failure is
-one `PeerFailure`, whatever detects it and however it is sent:
+Detectors call `GroupFailures.report()`, or are polled by it as a source; blocking waits call `GroupFailures.poll()`. A
+failure is one `PeerFailure`, whatever detects it and however it is sent:
 
 | source | who knows | detected by |
 |---|---|---|
@@ -133,30 +133,30 @@ class PeerFailure:
 
 
 Source = Callable[[], PeerFailure | None]
-"""Returns a failure that it knows of; None if there is none. Polled by `Failures.poll` or by a liveness ring."""
+"""Returns a failure that it knows of; None if there is none. Polled by `GroupFailures.poll` or by a liveness ring."""
 
 
-class Failures:
+class GroupFailures:
     """Failures among the ranks of one group, as far as this rank knows. The first one ends the group.
 
     Thread safety: all methods may be called from any thread.
 
     Args:
         sources: Polled by `poll`, in this order, as long as no failure is known.
-        notify: Sends the other ranks the failure that ended the group, unless it is `known_to_all` (see `report`).
+        send: Sends the other ranks the failure that ended the group, unless it is `known_to_all` (see `report`).
 
     Attributes:
         first: The failure that ended the group; None if there is none.
         ranks: All ranks known to have failed.
-        notify: Function that sends a failure to the other ranks; may be replaced before the first failure.
+        send: Function that sends a failure to the other ranks; may be replaced before the first failure.
     """
 
     def __init__(
-        self, sources: Iterable[Source] = (), notify: Callable[[PeerFailure], None] = lambda failure: None
+        self, sources: Iterable[Source] = (), send: Callable[[PeerFailure], None] = lambda failure: None
     ) -> None:
         self.first: PeerFailure | None = None
         self.ranks: set[int] = set()
-        self.notify = notify
+        self.send = send
         self._sources = list(sources)
         self._lock = threading.Lock()  # Guards the change of `first` and `ranks`; reads need no lock.
 
@@ -189,5 +189,5 @@ class Failures:
             self.ranks.update(failure.ranks)
             first = self.first = self.first or failure
         if first is failure and not known_to_all:
-            self.notify(failure)
+            self.send(failure)
         return first

@@ -24,7 +24,7 @@ from gradwire.comms.bootstrap.failures import (
     LONGEST_FAILURE_NBYTES,
     OVER,
     SILENT,
-    Failures,
+    GroupFailures,
     PeerFailure,
     PeerFailureError,
     Source,
@@ -162,7 +162,7 @@ class LivenessRing:
         store: Store shared by all ranks, with a prefix of its own, whose waits block no other user.
         rank: This rank.
         size: Number of ranks.
-        failures: Failures that this rank knows of; the ring ends with the first one.
+        failures: `GroupFailures` that this rank knows of; the ring ends with the first one.
         on_failure: Called once, when a failure ends the ring, after the neighbours were told.
         sources: Further sources, polled every `poll_seconds` (a second, up to 2048 ranks) by the ring's thread only.
         launches: Returns how many launches this rank has started; all ranks start the same ones.
@@ -184,7 +184,7 @@ class LivenessRing:
         store: Store,
         rank: int,
         size: int,
-        failures: Failures,
+        failures: GroupFailures,
         on_failure: OnFailure,
         sources: Sequence[Source] = (),
         launches: Callable[[], int] = lambda: 0,

@@ -3,8 +3,8 @@
 A *generation* is the time between two changes of the members. Its ranks are numbered from 0, and each store key that it
 uses contains its number. The first failure ends it for all ranks. In each generation a ring of connections detects
 within a second that a process has exited (see `bootstrap.liveness`), even while the training thread computes. During a
-step a collective over a broken connection often fails sooner: the executor reports that to the same `Failures` (by
-`GenerationFailureReporter` of resilient_ops.py), which the ring's thread polls.
+step a collective over a broken connection often fails sooner: the executor reports that to the same `GroupFailures`
+(by `GenerationFailureReporter` of resilient_ops.py), which the ring's thread polls.
 
 Then the ring threads agree in two rounds through the store. Each rank that learns of the failure sets a key of its own.
 The leader, the first rank to claim that role, waits until every other rank has set its key or is known to be gone, and
@@ -25,7 +25,7 @@ from functools import partial
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failure_reporter import AbortSignal
-from gradwire.comms.bootstrap.failures import OVER, UNREACHED, Failures, PeerFailure
+from gradwire.comms.bootstrap.failures import OVER, UNREACHED, GroupFailures, PeerFailure
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.ring_connections import rank_state
@@ -174,7 +174,7 @@ class Membership:
         view: View,
         timeout: timedelta,
         packed_infos: Mapping[str, str] | None = None,
-        failures: Failures | None = None,
+        failures: GroupFailures | None = None,
     ) -> None:
         self.packed_infos = dict(packed_infos or {})
         self.note: str | None = None
@@ -190,7 +190,7 @@ class Membership:
         self._closed = False
         self._changed = threading.Condition()  # Guards _latest and _failure; notified when either changes.
         self._failure: Exception | None = None
-        self._current = self._latest = _Generation(view, failures or Failures())
+        self._current = self._latest = _Generation(view, failures)
         self._begin(self._latest)
 
     @property
@@ -204,7 +204,7 @@ class Membership:
         return PrefixStore(f"{self.view.generation}/ranks", self._plain)
 
     @property
-    def failures(self) -> Failures:
+    def failures(self) -> GroupFailures:
         """Failures known to this rank in the generation that the training thread is in; the first ends it for all."""
         return self._current.failures
 
@@ -322,7 +322,7 @@ class Membership:
         """
         view = generation.view
         signal = AbortSignal(self._store, view.rank, f"{view.generation}/abort")
-        generation.failures.notify = signal.try_set
+        generation.failures.send = signal.try_set
         if view.size == 1:
             return
         ring = self._ring_store(view)
@@ -404,7 +404,7 @@ class Membership:
             )
         members = (*(view.members[rank] for rank in left), *joined)
         lost = tuple(name for name in view.members if name not in members)
-        following = _Generation(View(view.generation + 1, left.index(view.rank), members, lost, joined), Failures())
+        following = _Generation(View(view.generation + 1, left.index(view.rank), members, lost, joined))
         following.knows_unreached = (
             generation.failures.first is not None and generation.failures.first.source == UNREACHED
         )
@@ -566,9 +566,9 @@ class _Generation:
         ring: This rank's end of the ring of connections; None for a single rank, and after the generation has ended.
     """
 
-    def __init__(self, view: View, failures: Failures) -> None:
+    def __init__(self, view: View, failures: GroupFailures | None = None) -> None:
         self.view = view
-        self.failures = failures
+        self.failures = failures or GroupFailures()
         self.ring: LivenessRing | None = None
         self.knows_unreached = False
         """Whether the generation before ended because a rank could not be reached. If that rank is still a member, it

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter
-from gradwire.comms.bootstrap.failures import FAILED, Failures, PeerFailure
+from gradwire.comms.bootstrap.failures import FAILED, GroupFailures, PeerFailure
 from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.elastic.joining import JoiningProcess, Requests
@@ -172,7 +172,7 @@ def first_failure_policy(rank: int, size: int, timeout: timedelta) -> FailurePol
         size: Number of ranks that start.
         timeout: Longest wait for a key in the store.
     """
-    reporter = GenerationFailureReporter(rank, Failures())
+    reporter = GenerationFailureReporter(rank, GroupFailures())
     return FailurePolicy(
         reporter,
         lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=size),

@@ -20,7 +20,7 @@ class ResilientStreamExecutor(StreamExecutor):
         Raises:
             CollectiveError: All-gathers are deferred, and a failure is known or they fail.
         """
-        if self._held is not None or self.failures.error is None:
+        if self._held is not None or self.failure_handler.error is None:
             super().release()
 
     def poison(self, bucket: Bucket) -> None:

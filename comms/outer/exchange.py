@@ -512,7 +512,7 @@ class OuterExchange:
                     f"synchronize(): rank {missing} did not call it within `timeout` of {timeout}; all ranks must"
                 )
             elif self.averaging.resilient_ops is None and (failed := wait.failure("before all arrived")) is not None:
-                failures = self.averaging.communicator.executor.failures
-                raise failures.fail("synchronize()", (), failed) from None
+                handler = self.averaging.communicator.executor.failure_handler
+                raise handler.fail("synchronize()", (), failed) from None
             else:
                 time.sleep(POLL_SECONDS)

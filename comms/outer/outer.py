@@ -561,7 +561,7 @@ def _fail_together(workers: Communicator, inside: Communicator) -> None:
         inside: Communicator of this rank's worker.
     """
     for failing, where, left in ((inside, "inside its worker", workers), (workers, "in an exchange", inside)):
-        failing.executor.failures.notify = partial(_abort_with, weakref.ref(left), where)
+        failing.executor.failure_handler.on_failure = partial(_abort_with, weakref.ref(left), where)
 
 
 def _abort_with(other: "weakref.ref[Communicator]", where: str, error: CollectiveError) -> None:

@@ -40,11 +40,11 @@ class Executor(ABC):
     Args:
         programs: Generators that issue the collectives of a chunk.
         stats: Counters of bytes and times, one set for each phase.
-        failures: Handler of the first failure on this rank.
+        failure_handler: Handler of the first failure on this rank.
 
     Attributes:
         stats: Counters of bytes and times, one set for each phase.
-        failures: Handler of the first failure on this rank.
+        failure_handler: Handler of the first failure on this rank.
         launches: Number of all-reduces started so far.
         carried: On CUDA, the index of the first bucket of each of the last 256 all-reduces.
         checking: On CUDA, whether the averages of compressed buckets are checked for NaN and infinity; see `extremes`.
@@ -54,9 +54,9 @@ class Executor(ABC):
         aborted: Whether the groups of this rank were aborted by a call of `abort`, and not by a failure.
     """
 
-    def __init__(self, programs: Programs, stats: PhaseStats, failures: FailureHandler) -> None:
+    def __init__(self, programs: Programs, stats: PhaseStats, failure_handler: FailureHandler) -> None:
         self.stats = stats
-        self.failures = failures
+        self.failure_handler = failure_handler
         self.launches = 0
         self.carried: deque[int] = deque(maxlen=256)
         self.checking = False
@@ -191,7 +191,7 @@ class Executor(ABC):
     @property
     def failure(self) -> CollectiveError | None:
         """The first failure, with what the other ranks reported; None if nothing has failed."""
-        return self.failures.error
+        return self.failure_handler.error
 
     def _refuse_if_failed(self) -> None:
         """Raises the first failure, if there is one: nothing is started or continued after it.

@@ -23,7 +23,7 @@ class FailureHandler:
 
     Attributes:
         error: The first failure: a diagnosis, or what `leave` was given; None as long as nothing has failed.
-        notify: Called once with the diagnosis, to abort groups of other ranks that wait for this one.
+        on_failure: Called once with the diagnosis, to abort groups of other ranks that wait for this one.
         wake: Called before the other ranks are asked, to end waits for this rank that `groups` knows nothing of.
     """
 
@@ -37,7 +37,7 @@ class FailureHandler:
         self.error: CollectiveError | None = None
         # An atomic call decides which failure is first: the garbage collector may run a finalizer that calls `leave`.
         self._first: dict[str, CollectiveError] = {}
-        self.notify: Callable[[CollectiveError], object] = lambda error: None
+        self.on_failure: Callable[[CollectiveError], object] = lambda error: None
         self.wake: Callable[[], object] = lambda: None
         self._groups = groups
         self._reporter = reporter
@@ -67,7 +67,7 @@ class FailureHandler:
             first()
             found = self.error = self._first.setdefault("error", self._diagnose(where, members, error))
             log.error("%s", found)
-        self.notify(found)
+        self.on_failure(found)
         return found
 
     def leave(self, error: CollectiveError) -> None:

@@ -129,7 +129,7 @@ class LaneExecutor(Executor):
 
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
         """Takes one chunk through its phases; the last one to end completes the futures. See `Executor.run_chunk`."""
-        if self.failures.error is not None:
+        if self.failure_handler.error is not None:
             self._refuse_if_failed()
         yield from self._programs.run_chunk(run, chunk)
         with self._lock:
@@ -158,7 +158,7 @@ class LaneExecutor(Executor):
         if self._lanes.in_flight():
             self._abort_all(f"gradwire was closed on rank {self._rank}")
             self._join(GIVING_UP_SECONDS)
-        self.failures.forget_frames()
+        self.failure_handler.forget_frames()
         return True
 
     def _join(self, seconds: float) -> None:
@@ -181,11 +181,11 @@ class LaneExecutor(Executor):
         jobs = self._lanes.in_flight()
         if not jobs:
             return
-        self.failures.leave(CollectiveError(f"{why} while an all-reduce was in flight", ()))
-        assert self.failures.error is not None
+        self.failure_handler.leave(CollectiveError(f"{why} while an all-reduce was in flight", ()))
+        assert self.failure_handler.error is not None
         for job in jobs:
             assert isinstance(job, _ChunkJob)
-            self._give_up(job, self.failures.error)
+            self._give_up(job, self.failure_handler.error)
 
     @property
     def has_ended(self) -> bool:
@@ -305,7 +305,7 @@ class LaneExecutor(Executor):
 
         The first failure aborts all groups, and asks the other ranks for that diagnosis, which may take some seconds.
         """
-        self._give_up(job, self.failures.fail(self._place_of(job), self._programs.node, error))
+        self._give_up(job, self.failure_handler.fail(self._place_of(job), self._programs.node, error))
 
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
         """Completes the futures of a job's all-reduce with an error, once; its other chunks complete nothing later."""

@@ -271,7 +271,7 @@ class StreamExecutor(Executor):
 
         Also marks the end of everything issued since the last call: `last` is that mark, and `deadline` watches it.
         """
-        if self._closed and self._held is None and self.failures.error is None:
+        if self._closed and self._held is None and self.failure_handler.error is None:
             return
         self._refuse_if_failed()
         held, self._held = self._held, None
@@ -322,7 +322,7 @@ class StreamExecutor(Executor):
             time.sleep(CLOSING_POLL_SECONDS)
         if self.is_in_flight:
             self._streams.verdict.give_up()  # The averages of what an abort ends are undefined.
-        self.failures.forget_frames()
+        self.failure_handler.forget_frames()
         return not (self.aborted or self.is_in_flight)
 
     @property
@@ -372,7 +372,7 @@ class StreamExecutor(Executor):
         """
         self._interrupted = True
         give_up = self._streams.verdict.give_up  # before the device can go on
-        self.failures.fail(self.activity, range(self._size), error, first=give_up)
+        self.failure_handler.fail(self.activity, range(self._size), error, first=give_up)
 
     def poison(self, bucket: Bucket) -> None:
         """Makes the last bucket's average NaN if this rank aborts before it is done; see `Executor.poison`."""
@@ -384,7 +384,7 @@ class StreamExecutor(Executor):
     def failure(self) -> CollectiveError | None:
         """The first failure, after waiting for its diagnosis if `interrupt` was called; see `Executor.failure`."""
         # The thread that has interrupted makes the diagnosis.
-        return self.failures.diagnosed() if self._interrupted else self.failures.error
+        return self.failure_handler.diagnosed() if self._interrupted else self.failure_handler.error
 
     def raise_failure(self) -> None:
         """Raises the first failure if `interrupt` was called; see `Executor.raise_failure`."""

@@ -184,8 +184,8 @@ ELASTIC = (
     Mutation(
         "survivors are numbered as before",
         _MEMBERS,
-        "left.index(view.rank), members, lost, joined), Failures())",
-        "view.rank, members, lost, joined), Failures())",
+        "left.index(view.rank), members, lost, joined))",
+        "view.rank, members, lost, joined))",
         "Ranks have numbers beyond the size.",
         (_LOSSES,),
     ),
@@ -200,8 +200,8 @@ ELASTIC = (
     Mutation(
         "an alarm stays here",
         _MEMBERS,
-        "        generation.failures.notify = signal.try_set\n",
-        "        generation.failures.notify = lambda failure: None\n",
+        "        generation.failures.send = signal.try_set\n",
+        "        generation.failures.send = lambda failure: None\n",
         "Ranks that are no neighbours of the lost one wait on.",
         (_AGAIN, _LOSSES),
     ),

@@ -303,7 +303,7 @@ def test_no_optimizer_steps_on_what_was_not_averaged() -> None:
             return None
         Job.step(rank.training, BUCKETS, gradient(rank.rank, 1, SHAPES))  # without a wait for the device
         issued.set()
-        until(lambda: executor.failures.error is not None)
+        until(lambda: executor.failure_handler.error is not None)
         weight = torch.nn.Parameter(torch.ones(3))
         weight.grad = torch.ones(3)
         with pytest.raises(CollectiveError, match="the user has had enough"):

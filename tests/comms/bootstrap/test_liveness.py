@@ -25,7 +25,15 @@ from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import HashStore, store_of
 from gradwire.comms.bootstrap.deadline import Deadline
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, StoreFailureReporter
-from gradwire.comms.bootstrap.failures import BROKEN, FAILED, OVERDUE, Failures, PeerFailure, PeerFailureError, Source
+from gradwire.comms.bootstrap.failures import (
+    BROKEN,
+    FAILED,
+    OVERDUE,
+    GroupFailures,
+    PeerFailure,
+    PeerFailureError,
+    Source,
+)
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore
@@ -190,7 +198,7 @@ def test_who_has_said_it_first_is_told_along_the_ring() -> None:
     size = 4
     rings, heard = ring(size)
     for each in rings:
-        each._failures.notify = lambda failure: None  # the store says nothing
+        each._failures.send = lambda failure: None  # the store says nothing
     rings[2]._failures.report(PeerFailure("an operation has failed", FAILED))
     for rank in range(size):
         assert heard[rank].told.wait(SECONDS)
@@ -216,7 +224,7 @@ def die(rank: int) -> str:
     assert group is not None
     heard = Heard()
     store = PollingStore(store_of(group), timedelta(seconds=SECONDS))
-    LivenessRing(store, rank, 3, Failures(), heard)
+    LivenessRing(store, rank, 3, GroupFailures(), heard)
     dist.barrier()
     if rank == 2:
         time.sleep(1.0)
@@ -379,7 +387,7 @@ def test_a_neighbour_that_does_not_answer_keeps_no_other_one_waiting(monkeypatch
             waiting.connect_ex(dropping.getsockname())
         where = [dropping.getsockname()[1], ["127.0.0.1"], kernel.own_kernel(), "ab" * ring_connections.TOKEN_NBYTES]
         store.set("alive/1", json.dumps(where))
-        alone = LivenessRing(store, 0, 3, Failures(), Heard())
+        alone = LivenessRing(store, 0, 3, GroupFailures(), Heard())
         closing.callback(alone.close)
         until(lambda: any(peer.connecting for peer in list(alone._connections.peers.values())))
         port = alone._connections.listener.getsockname()[1]
@@ -425,7 +433,7 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
     with socket.create_server(("127.0.0.1", 0)) as service:
         where = [service.getsockname()[1], ["127.0.0.1"], kernel.own_kernel(), "ab" * ring_connections.TOKEN_NBYTES]
         store.set("alive/1", json.dumps(where))
-        alone = LivenessRing(store, 0, 2, Failures(), heard)
+        alone = LivenessRing(store, 0, 2, GroupFailures(), heard)
         accepted, _ = service.accept()
         with accepted:
             accepted.sendall(b"220 ready\r\n")

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms.bootstrap import pending_connections
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.failures import FAILED, Failures, PeerFailure
+from gradwire.comms.bootstrap.failures import FAILED, GroupFailures, PeerFailure
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.probe import ANSWERS, ENDED, NOTIFY, PeerAddress, PeerTable, ProbeServer, _digest, _secret
@@ -224,7 +224,7 @@ def test_pending_connections_neither_fill_a_ring_nor_keep_it_from_leaving(caller
 
         return note
 
-    rings = [LivenessRing(store, rank, 2, Failures(), hear(rank)) for rank in range(2)]
+    rings = [LivenessRing(store, rank, 2, GroupFailures(), hear(rank)) for rank in range(2)]
     port = rings[0]._connections.listener.getsockname()[1]
     silent = callers.crowd(port, 3 * few)
     assert all(is_turned_away(each) for each in silent[: 2 * few])

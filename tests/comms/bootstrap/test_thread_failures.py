@@ -27,7 +27,7 @@ from gradwire.comms.bootstrap import liveness, probe
 from gradwire.comms.bootstrap import store as stores
 from gradwire.comms.bootstrap.addresses import _LookUps
 from gradwire.comms.bootstrap.compat import HashStore, TCPStore
-from gradwire.comms.bootstrap.failures import Failures
+from gradwire.comms.bootstrap.failures import GroupFailures
 from gradwire.comms.bootstrap.kernel import LISTENS, listener_state, own_kernel
 from gradwire.comms.bootstrap.liveness import Heartbeat, LivenessRing
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
@@ -304,7 +304,7 @@ def test_heartbeats_go_on_from_the_thread_of_the_ring_and_end_no_ring(
     else:
         monkeypatch.setattr(Heartbeat, "_send", fails_at_first)
     store, lost = PollingStore(HashStore(), timedelta(seconds=SECONDS)), list[Exception]()
-    rings = [LivenessRing(store, rank, 2, Failures(), lost.append, waited=lambda: 0.0) for rank in range(2)]
+    rings = [LivenessRing(store, rank, 2, GroupFailures(), lost.append, waited=lambda: 0.0) for rank in range(2)]
     for _ in rings:
         ended.get(timeout=SECONDS)
     if call == "_send":
@@ -329,7 +329,7 @@ def test_a_ring_that_fails_closes_its_connections(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(owner.get(call, MemberRecords), call, fails)
     told: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
-    ring = LivenessRing(store, 0, 2, Failures(), told.put, waited=lambda: 0.0)
+    ring = LivenessRing(store, 0, 2, GroupFailures(), told.put, waited=lambda: 0.0)
     if call in ("DefaultSelector", "listen"):
         ended.get(timeout=SECONDS)
     else:  # this rank's callers hear of it, and so do the other ranks

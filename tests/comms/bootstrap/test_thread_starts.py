@@ -23,7 +23,7 @@ from gradwire.comms.backend.node_collectives import NodeCollectives
 from gradwire.comms.bootstrap import threads
 from gradwire.comms.bootstrap.addresses import _LookUps
 from gradwire.comms.bootstrap.compat import HashStore, TCPStore
-from gradwire.comms.bootstrap.failures import Failures
+from gradwire.comms.bootstrap.failures import GroupFailures
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.probe import ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore, _Client
@@ -154,7 +154,7 @@ def test_features_that_only_watch_are_off(refuse: Refuse, tmp_path: Path) -> Non
     server.close()
     lost: list[Any] = []
     ring = LivenessRing(
-        PollingStore(store, timedelta(seconds=SECONDS)), 0, 2, Failures(), lost.append, waited=lambda: 0.0
+        PollingStore(store, timedelta(seconds=SECONDS)), 0, 2, GroupFailures(), lost.append, waited=lambda: 0.0
     )
     ring.close()
     assert lost == []

@@ -16,7 +16,7 @@ import pytest
 from gradwire.bench.doctor import network as doctor
 from gradwire.comms.bootstrap import pending_connections, ring_connections
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.failures import FAILED, Failures, PeerFailure
+from gradwire.comms.bootstrap.failures import FAILED, GroupFailures, PeerFailure
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.probe import ANSWERS, ENDED, PeerAddress, PeerTable, ProbeServer, _digest, _secret
 from gradwire.comms.bootstrap.store import PollingStore
@@ -124,7 +124,7 @@ def test_a_process_without_the_secret_is_no_probe_server(until: ExitStack) -> No
 
 def two_rings(store: PollingStore) -> tuple[list[LivenessRing], list[list[Exception]]]:
     lost: list[list[Exception]] = [[], []]
-    rings = [LivenessRing(store, rank, 2, Failures(), lost[rank].append) for rank in (0, 1)]
+    rings = [LivenessRing(store, rank, 2, GroupFailures(), lost[rank].append) for rank in (0, 1)]
     wait_until(lambda: all(sum(each.known for each in ring._connections.peers.values()) == 2 for ring in rings))
     return rings, lost
 

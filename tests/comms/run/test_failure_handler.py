@@ -34,7 +34,7 @@ class Reporter:
 def test_who_leaves_during_a_diagnosis_does_not_wait_and_has_the_last_word(gives_up: bool) -> None:
     reporter, found, told = Reporter(), list[CollectiveError](), list[CollectiveError]()
     handler = FailureHandler(Groups(), reporter, 0)  # type: ignore[arg-type]
-    handler.notify = told.append
+    handler.on_failure = told.append
     thread = threading.Thread(target=lambda: found.append(handler.fail("a sum", (0, 1), RuntimeError("broken"))))
     thread.start()
     assert reporter.asked.wait(20)
