@@ -1,7 +1,9 @@
 """Failure state of one group of ranks: which ranks failed, why, and who reported it.
 
-Detectors call `GroupFailures.report()`, or are polled by it as a source; blocking waits call `GroupFailures.poll()`. A
-failure is one `PeerFailure`, whatever detects it and however it is sent:
+Three objects share a failure on a rank. `GroupFailures` here holds what is known of the group: detectors call its
+`report()` or are sources that it polls, and blocking waits poll it. A `FailureReporter` (failure_reporter.py) tells the
+other ranks and asks them who is missing. A `FailureHandler` (run/failure_handler.py) aborts this rank's collectives and
+keeps the error that they raise. A failure is one `PeerFailure`, whatever detects it and however it is sent:
 
 | source | who knows | detected by |
 |---|---|---|
@@ -14,15 +16,35 @@ failure is one `PeerFailure`, whatever detects it and however it is sent:
 | `failed` | an operation of this rank that raised | run/failure_handler.py, elastic/resilient_ops.py |
 | `over` | the ranks, which have agreed to continue with other members | elastic/membership.py |
 
+A job on CPUs mostly learns of an exit by a collective of its own, which raises: `failed`. How the exit of a rank shows:
+
+- In shared memory the rank's record lock is gone. Ranks that wait for it look every 100 ms (csrc/cpu/shm/wait.cpp), and
+  wake the others of the node. Their collectives raise a `PeerError` that names the rank.
+- Over gloo, and over the `Streams` of transport/parallel_tcp.py, the kernel closes the rank's sockets. Collectives of
+  the ranks at the other ends raise at once: a plain RuntimeError, which names no rank.
+- Other waits for gloo and `Streams`, and all for MPI, see nothing. They ask `abort_reason` of the reporter about once
+  a second (`SLICE` of transport/works.py), and raise a `PeerError` after the first report of another rank. A host that
+  is lost closes no connection: without a report these waits end by `timeout`.
+- NCCL sees nothing. The liveness ring does, within a second; after 11 s if a host is lost.
+- While ranks connect, `PeerWait` of probe.py probes those that have not come, after 1, 2, 4, ... 15 s.
+
+So an exit is noticed at the next collective with that rank, unless there is a ring: on CUDA, and in elastic training.
+A process that is stopped, but has not exited, is noticed by heartbeats in elastic training (10 s), else by `timeout`.
+
 The first `PeerFailure` ends the group. It is sent to the other ranks through the store, along the liveness ring and to
 the probe servers, in one format. Which ranks are missing is then decided in one of two ways. The reporter of
 failure_reporter.py collects the reports of the ranks that live, and ends the job; elastic/membership.py has them agree
 on who goes on. They stay two because the results bind differently. The reporter's is part of an error message, so a
 rank that gets none, or has lost the store, makes one of its own. The members' says who trains on: it must be the same
 on all ranks even if the rank that writes it fails, and a report that comes too late does not count. Both ask
-`kernel.listener_state` if a process has exited: nothing else counts as an exit but a connection that its kernel
-closed, or silence for long. Transports raise a `PeerError` for what their own connections show, and poll a reporter's
-`abort_reason` while they wait.
+`kernel.listener_state` if a process has exited: nothing else counts as an exit but a connection or a record lock that
+its kernel closed, or silence for long.
+
+How long the reporter takes, from the first report to the error on every rank (constants of failure_reporter.py): other
+ranks poll the abort signal each second (more rarely above 2048 ranks), so about 1 s if shared memory has named the
+ranks that are gone; about 3 s if they are found by probing what is silent after `PROBE_AFTER` and a poll (2 s + 1 s);
+at most `PATIENCE` and two polls (15 s + 1 s + 1 s) if neither finds them, as on a host that is lost. Without the store,
+whose requests end after `STORE_PATIENCE` (5 s), each rank probes some peers itself.
 """
 
 import json

@@ -5,6 +5,12 @@ keeps a connection to the rank after it and one to the rank before it. The kerne
 that exits, however it exits; a host that disappears shows by TCP's keep-alive. A slow process keeps its connections, so
 there is no false alarm. What two neighbours detect is forwarded along the ring, and sent to all through the store.
 
+There is a ring on CUDA (`_ring` of communicator.py) and in each generation of elastic training
+(elastic/membership.py). A job on CPUs that is not elastic has none: there an exit shows in the collectives themselves,
+see failures.py. An exception in the ring's thread is a failure of the group, too: it is forwarded without a rank, so
+nobody takes this one for dead. Only if even forwarding fails do the neighbours see nothing but closed connections and a
+closed port, which they take for this rank's exit.
+
 A rank that shuts down in order sends how many launches it has started: it counts as failed only for a rank that starts
 another one.
 """
