@@ -1,11 +1,12 @@
 """Background threads: each handles its own failure, and none is in C++ when the interpreter is finalized.
 
 An uncaught exception ends a thread, and with it whatever only that thread does: callers wait forever, a signal is not
-handled. So every thread of gradwire is a `BackgroundThread`, which has one handler for every exception: it logs what
-the job continues without, and calls a function that turns the feature off and releases its resources.
+handled. So every thread that `comms/` or the doctor starts is a `BackgroundThread`, which has one handler for every
+exception: it logs what the job continues without, and calls a function that turns the feature off and releases its
+resources.
 
-All names begin with `gradwire`. A rank that trains on CPUs has the first four kinds; on CUDA it has `liveness` in place
-of lanes.
+These are the threads of `comms/`; their names begin with `gradwire`. A rank that trains on CPUs has the first four
+kinds; on CUDA it has `liveness` in place of lanes.
 
 | thread | begins with | ends with |
 |---|---|---|
@@ -21,7 +22,10 @@ of lanes.
 | `metrics` | `export_metrics(port=...)` | `Observer.close` |
 | `watch` | `gradwire.watch()` | the end of the process |
 
-All others are for one call, and end with it: connecting, probing, looking up names, gathering, aborting NCCL.
+All others of `comms/` are for one call, and end with it: connecting, probing, looking up names, gathering, aborting
+NCCL. The doctor's threads (`doctor's gloo`, `doctor sends`, ...) are in its own processes and in those of a script that
+it runs. Plain threads and pools are in bench/emulation, bench/studies and topology/gdr/inputs/collect.py, none of them
+in a user's job.
 
 A daemon thread that returns from C++ while Python is being finalized, from a store request or a tensor operation, never
 gets the GIL: before 3.14 Python ends such a thread by unwinding its stack. pybind11 and nanobind take the GIL back in
