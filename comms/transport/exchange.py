@@ -1,20 +1,16 @@
 """This module issues collectives of unequal messages, which are read from and written to places in a flat tensor."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from gradwire.comms.plan.plan import REDUCE_SCATTER, Exchange, Message
-from gradwire.comms.transport.groups import Transport
+from gradwire.comms.transport.groups import SendsUnequal, Transport
 from gradwire.comms.transport.sum_order import SlicesToSum
-from gradwire.comms.transport.torch_group import TorchTransport
 from gradwire.comms.transport.works import Then
 from gradwire.compressors.base import Work
-
-if TYPE_CHECKING:
-    from gradwire.comms.transport.mpi import MpiGroup
 
 
 def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> Work:
@@ -81,19 +77,15 @@ def all_to_all_of(group: Transport, output: Tensor, source: Tensor, splits: Sequ
     return _unequal(group).exchange(output, source, own, list(splits), largest)
 
 
-def _unequal(group: Transport) -> "TorchTransport | MpiGroup":
+def _unequal(group: Transport) -> SendsUnequal:
     """Returns the transport as one that can send unequal messages.
 
     Raises:
         TypeError: It cannot.
     """
-    if isinstance(group, TorchTransport):
-        return group
-    from gradwire.comms.transport.mpi import MpiGroup  # loaded only if MPI is used
-
-    if not isinstance(group, MpiGroup):
+    if not hasattr(group, "exchange"):
         raise TypeError(f"`group` is a {type(group).__name__}; wanted gloo or MPI, which send unequal messages")
-    return group
+    return cast(SendsUnequal, group)
 
 
 def _collected(runs: list[Tensor], like: Tensor) -> Tensor:

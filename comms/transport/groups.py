@@ -6,10 +6,22 @@ store contain lane and members, so no two transports share one. `Groups.connect`
 in advance: the process that serves the store may have ended before the first bucket.
 
 A new transport is a module of this folder: a class with the methods of `Transport`, and of the other protocols below as
-far as it has something for them. Its name is added to `TRANSPORTS` of config.py, and it to `check_transport` and
-`Groups._make`; what is said of one transport alone compares `Config.transport_name`. Two places ask for classes:
-`disconnect` and `close` here, for gloo's, and exchange.py, for those that send messages of unequal sizes. A wait
-without a time limit has an entry in tests/comms/transport/test_waits.py.
+far as it has something for them. It also has a place in
+
+- `TRANSPORTS` of config.py, for its name (and `TCP_TRANSPORTS`, if it takes a number of connections); what is said of
+  one transport alone compares `Config.transport_name` (links/quick_probe.py, bootstrap/nics.py);
+- `check_transport`, which says on which devices it can be used;
+- `Groups._make`, which chooses for a set of ranks: NCCL for CUDA tensors, else shared memory for ranks of one node,
+  and only for the others what `Config.transport_name` asks for;
+- tests/comms/transport/test_waits.py, if it has a wait without a time limit.
+
+Not asked of the transport, but decided by device and level: whether a phase is asynchronous (`executable` of
+plan/schedule.py: all but shared memory), and by which library's costs a plan is chosen (`PlanChooser.library`).
+
+Some things are of one class alone, and other transports do without: `Groups.disconnect` and `close` shut down and drain
+gloo's connections, and close NCCL's communicators together; quick_probe.py measures links over gloo's `sendrecv`, which
+it takes every `MeetsInPairs` to have; and `_with_sum_order` of run/programs.py refuses a plan that sums in the order of
+gloo's rings on a transport that does not say `takes_sum_order`.
 """
 
 import time
@@ -85,6 +97,23 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """Copies `tensor` of rank `root` to all ranks, in place."""
+
+
+class SendsUnequal(Protocol):
+    """A transport that can send messages of unequal sizes, for nodes with different numbers of ranks."""
+
+    def exchange(
+        self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
+    ) -> Work:
+        """Sends runs of a flat tensor to the other ranks, and receives one from each.
+
+        Args:
+            output: 1-D; takes the runs that arrive, in rank order.
+            source: 1-D; the runs to send, in rank order.
+            output_splits: Elements that arrive from each rank, this one included.
+            source_splits: Elements for each rank, this one included.
+            largest_nbytes: Bytes of the largest message of any rank; the same number on all ranks.
+        """
 
 
 class IssuesTogether(Protocol):
