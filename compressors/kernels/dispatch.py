@@ -174,7 +174,8 @@ def kernels_for(device: torch.device) -> Kernels:
 def prepare_kernels(device: torch.device, families: Collection[str]) -> None:
     """Chooses the kernels for a device; if they are CUDA's, also compiles and loads those of some families.
 
-    If CUDA's compiler or driver refuses them, they are replaced by the reference, after a warning.
+    If there are none for a family, or CUDA's compiler or driver refuses them, all of CUDA's are replaced by the
+    reference, after a warning.
 
     Args:
         device: The device; its type decides.

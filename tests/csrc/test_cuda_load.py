@@ -16,6 +16,7 @@ import torch
 from gradwire.compressors.kernels import cuda, dispatch, reference
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda import load
+from gradwire.compressors.kernels.cuda.families import FAMILIES
 from gradwire.compressors.kernels.cuda.load import load_kernel, nearest_architecture
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError
 
@@ -175,6 +176,24 @@ def test_kernels_that_the_compiler_refuses_are_replaced_before_the_first_step(
     dispatch.prepare_kernels(device, {"cast"})
     assert dispatch.kernels_for(device) is reference
     assert "torch operators, which are slower on a GPU: NVRTC refuses cast" in caplog.text
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_codec_without_kernels_for_cuda_is_noticed_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(load, "require_kernels", lambda index: None)
+    dispatch.prepare_kernels(device, {"cast"})
+    assert dispatch.kernels_for(device) is cuda
+    dispatch.prepare_kernels(device, {"cast", "ternary"})
+    assert dispatch.kernels_for(device) is reference
+    assert "slower on a GPU: csrc/cuda has kernels for dgc, cast, " in caplog.text
+    assert "not for ternary" in caplog.text
+
+
+def test_each_file_of_kernels_has_grids_for_its_block_codec() -> None:
+    assert set(load.FILES_OF_FAMILY) - {dispatch.DGC_FAMILY, dispatch.POWERSGD_FAMILY} == set(FAMILIES)
 
 
 def test_a_user_without_a_home_shares_a_folder_that_nobody_else_can_write(

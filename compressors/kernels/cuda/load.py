@@ -53,7 +53,7 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
 """File of csrc/cuda, without its suffix -> the `__global__` functions it defines."""
 
 FILES_OF_FAMILY = {"dgc": ("dgc_step", "dgc_select")} | {
-    name: (name,) for name in ("cast", "onebit", "quantize", "waterfill", "powersgd")
+    name: (name,) for name in ENTRY_POINTS if not name.startswith("dgc_")
 }
 """Family of kernels, as `prepare_kernels` takes it -> the files of csrc/cuda that hold its kernels."""
 
@@ -295,13 +295,15 @@ def load_families(families: Collection[str], device_index: int) -> None:
     """Compiles the kernels of some families if that has not been done before, and loads them on a device.
 
     Args:
-        families: Keys of `FILES_OF_FAMILY`; others have no kernels here and are left out.
+        families: Keys of `FILES_OF_FAMILY`.
         device_index: Index of the CUDA device.
 
     Raises:
-        CudaKernelsError: The compiler or the driver refuses them.
+        CudaKernelsError: The compiler or the driver refuses them, or csrc/cuda has none for a family.
     """
-    files = sorted({file for family in families for file in FILES_OF_FAMILY.get(family, ())})
+    if unknown := sorted(set(families) - set(FILES_OF_FAMILY)):
+        raise CudaKernelsError(f"csrc/cuda has kernels for {', '.join(FILES_OF_FAMILY)}, not for {', '.join(unknown)}")
+    files = sorted({file for family in families for file in FILES_OF_FAMILY[family]})
     with torch.cuda.device(device_index):
         for file in files:
             try:
