@@ -1,10 +1,21 @@
 """Compressors by name: the table, the strict check of options, and the registration of a user's own.
 
 What comes with gradwire has an entry in `_factories` and in `CODEC_FACTS` of comms/plan/codec_price.py, which orders
-compressors by distortion; one that fails or ends behind under some optimizers also in optim/fit.py. A block codec has
-kernels under the name `BlockFormat.family`, and an entry in tests/support/block_codecs.py, by which all sets of kernels
-are compared. tests/compressors/test_registry.py says what is missing; the laws of codecs and compressors take every
-entry by themselves.
+compressors by distortion; one that fails or ends behind under some optimizers also in optim/fit.py. Predictions, the
+laws of codecs and compressors and `gradwire bench codecs` take every entry by themselves. Formats of FSDP2's shards are
+a choice of their own: `SHARD_CHOICES`, `WEIGHT_CHOICES` and `codec_of` of comms/sharded/collectives.py.
+
+A block codec has kernels under the name `BlockFormat.family`. It has a place in
+
+- csrc/cpu/kernels/codecs: its file, its `make_` function in block_format.h, and a row of `kFamilies` in
+  block_format.cpp; without these, an invalid_argument at the first bucket;
+- `INTERFACE` of csrc/cpu/bind.cpp and `_INTERFACE` of compiled.py, both one higher, so that old builds are refused;
+- csrc/cuda: a file that is named as the family; its functions in `ENTRY_POINTS` of kernels/cuda/load.py, and their
+  grids in `FAMILIES` of kernels/cuda/families.py; without a file, GPUs use the reference kernels, after a warning;
+- `CALLS` of bench/kernels/calls.py, for `gradwire selftest`, and `CODECS` of tests/support/block_codecs.py, by which
+  all sets of kernels are compared.
+
+tests/compressors/test_registry.py and those of csrc/ say what is missing.
 """
 
 import inspect

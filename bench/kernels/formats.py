@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Codec
-from gradwire.compressors.codecs.cast import CastCodec
-from gradwire.compressors.codecs.onebit import OneBitCodec
-from gradwire.compressors.codecs.quantize import QuantizeCodec
-from gradwire.compressors.codecs.waterfill import WaterfillCodec
-from gradwire.compressors.registry import BUILT_IN, make, names
+from gradwire.compressors.registry import make, names
 from gradwire.compressors.two_stage import TwoStage
 
 MX_BLOCK = 32
@@ -246,17 +242,10 @@ def _fixed(name: str, bits: float, approximate: Callable[[Tensor], Tensor]) -> F
 
 
 def all_formats() -> list[Format]:
-    """Returns every row of the table, widest first, with the codecs that the user has registered."""
+    """Returns every row of the table, widest first: all codecs by name, the user's too, and formats of others."""
+    own = [made for name in names() if isinstance(made := make(name), TwoStage)]
     found = [
-        _codec("bf16", CastCodec("bfloat16")),
-        _codec("fp16", CastCodec("float16")),
-        _codec("int8", QuantizeCodec(8)),
-        _codec("int4", QuantizeCodec(4)),
-        _codec("waterfill5", WaterfillCodec(5)),
-        _codec("waterfill4", WaterfillCodec(4)),
-        _codec("waterfill3", WaterfillCodec(3)),
-        _codec("waterfill2", WaterfillCodec(2)),
-        _codec("onebit", OneBitCodec()),
+        *(_codec(made.name, made.codec) for made in own),
         _fixed("MXINT8", 8 + 8 / MX_BLOCK, mxint8),
         _fixed("NVFP4", 4 + 8 / 16, nvfp4),
     ]
@@ -279,6 +268,4 @@ def all_formats() -> list[Format]:
         for block, group in FILLED:
             name = f"bits shared out, {bits}, blocks of {block} in {group:,}"
             found.append(_fixed(name, bits, partial(filled, bits, block, group)))
-    own = [made for name in names() if name not in BUILT_IN and isinstance(made := make(name), TwoStage)]
-    found += [_codec(made.name, made.codec) for made in own]
     return sorted(found, key=lambda each: -each.bits(1 << 20))
