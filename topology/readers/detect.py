@@ -1,4 +1,7 @@
-"""This host's Machine, from whatever there is: sysfs, NVML, and the file a cloud provider left for NCCL."""
+"""This host's Machine, from whatever there is: sysfs, NVML, and the file a cloud provider left for NCCL.
+
+What sysfs says takes precedence; each further source is merged into it. readers/__init__.py says how one is added.
+"""
 
 from dataclasses import replace
 from pathlib import Path

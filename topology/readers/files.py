@@ -1,9 +1,7 @@
 """Offline inputs: which kind a file is, by what stands in it, and the Machine it describes.
 
-A new kind of text is a module with `read(text) -> Machine`, which this one recognizes in two places: `_is_known`, by
-which texts with prefixes or table borders are unwrapped, and `_machine_of_known`. It leaves `OTHER_TOOLS` of
-`kinds.py`, and is named in the errors here and in the help of `gradwire topo --from`. What a running host shows is read
-by `detect.py` instead.
+A new kind of text is recognized in two places: `_is_known`, by which texts with prefixes or table borders are
+unwrapped, and `_machine_of_known`. readers/__init__.py has the whole recipe.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""Two descriptions of one machine made one: what the first does not know is taken from the second."""
+"""Two descriptions of one machine made one: what the first does not know is taken from the second.
+
+A field of `Machine` that `merge` does not name is taken from the second if it is None or empty in the first, as a field
+of a device is. `unclassified` is never taken over: the first has looked at the same PCI functions itself.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -6,15 +10,16 @@ from typing import TypeVar
 
 from gradwire.topology.graph import Cpu, Gpu, Machine, Nic, PciSwitch
 
+Known = TypeVar("Known", Gpu, Nic, Cpu, Machine)
 Device = TypeVar("Device", Gpu, Nic, Cpu)
 
 
-def filled(first: Device, second: Device) -> Device:
+def filled(first: Known, second: Known) -> Known:
     """Returns `first` with its unknown fields (None or empty) taken from `second`.
 
     Args:
-        first: Device whose known fields take precedence.
-        second: The same device from another source.
+        first: Device or machine whose known fields take precedence.
+        second: The same one from another source.
     """
     gaps = {field.name for field in fields(first) if getattr(first, field.name) in (None, ())}
     return replace(first, **{name: getattr(second, name) for name in gaps})
@@ -39,19 +44,18 @@ def merge(first: Machine, second: Machine, *, add: bool) -> Machine:
     foreign = [device.key for device in _devices(second) if device.key not in known]
     notes = [f"{', '.join(second.sources)} names {key}, which this host does not have." for key in foreign]
     return replace(
-        first,
-        hostname=first.hostname or second.hostname,
-        product=first.product or second.product,
+        filled(first, second),
         cpus=cpus,
         switches=(*first.switches, *adopted[0]),
         gpus=tuple(replace(gpu, parent=adopted[1].get(gpu.key, gpu.parent)) for gpu in gpus),
         nics=tuple(replace(nic, parent=adopted[1].get(nic.key, nic.parent)) for nic in nics),
-        nvswitches=first.nvswitches or second.nvswitches,
         links_known=first.links_known or second.links_known,
         links=first.links or tuple(link for link in second.links if link.a in known),
+        given_paths=first.given_paths or tuple(path for path in second.given_paths if {path.a, path.b} <= known),
+        unclassified=first.unclassified,
+        defects=(*first.defects, *second.defects),
         notes=(*first.notes, *second.notes, *notes),
         sources=(*first.sources, *second.sources),
-        virtual=first.virtual if first.virtual is not None else second.virtual,
     )
 
 

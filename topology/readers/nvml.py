@@ -1,8 +1,8 @@
 """Reads the GPUs from NVML: the facts that `nvidia-smi -q` and `nvidia-smi nvlink -s` print.
 
-`read` returns the parts of a Machine: GPUs, NVLinks, NVSwitches. `gdr_facts` returns further facts for the checks of
-GPUDirect RDMA: BAR1, links that are up, the fabric's state, MIG, confidential computing. Without a driver both are
-empty and name the reason. NVML does not know network cards.
+`read` returns an `NvmlReading`, the parts of a Machine that NVML knows: GPUs, NVLinks, NVSwitches. `gdr_facts` returns
+further facts for the checks of GPUDirect RDMA: BAR1, links that are up, the fabric's state, MIG, confidential
+computing. Without a driver both are empty and name the reason. NVML does not know network cards.
 """
 
 import ctypes

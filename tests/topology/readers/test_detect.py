@@ -1,10 +1,10 @@
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from gradwire.topology.graph import Gpu, Machine, Nic, NvSwitch
+from gradwire.topology.graph import Defect, GivenPath, Gpu, Machine, Nic, NvSwitch
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.presets import dgx_h100
 from gradwire.topology.readers.detect import PROVIDED, detect_machine
@@ -36,6 +36,32 @@ def test_a_second_source_restores_what_the_first_could_not_see() -> None:
 def test_merging_a_machine_with_itself_changes_nothing() -> None:
     whole = dgx_h100()
     assert replace(merge(whole, whole, add=True), sources=whole.sources) == whole
+
+
+NOT_TAKEN_OVER = {"nics", "unclassified"}
+"""Fields of a second description that a first one without them does not get: its NICs are this host's, see `merge`."""
+
+
+@pytest.mark.parametrize("field", fields(Machine), ids=lambda field: str(field.name))
+def test_each_field_is_taken_from_the_second_source_or_named_as_not_taken(field: Field[object]) -> None:
+    whole = dgx_h100()
+    gpus = whole.gpus[:2]
+    path = GivenPath(a=gpus[0].key, b=gpus[1].key, name="SYS")
+    whole = replace(
+        whole,
+        hostname="a",
+        product="b",
+        given_paths=(path,),
+        unclassified=("0000:01:00.0",),
+        defects=(Defect(kind="self_link", where="d"),),
+        virtual=True,
+        notes=("c",),
+    )
+    nothing, everything = getattr(Machine(), field.name), getattr(whole, field.name)
+    assert everything != nothing, "give the field a value above"
+    merged = merge(replace(whole, **{field.name: nothing}), whole, add=True)
+    found, wanted = getattr(merged, field.name), nothing if field.name in NOT_TAKEN_OVER else everything
+    assert (set(found) == set(wanted)) if isinstance(found, tuple) else found == wanted
 
 
 def test_a_file_about_another_machine_adds_no_devices_and_is_noted() -> None:
