@@ -4,9 +4,8 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import TypeVar, get_args, get_type_hints
 
 from gradwire.topology.fabric import TCP_SHARE
 
@@ -498,17 +497,18 @@ def from_record(kind: type[R], record: object) -> R:
         record: Return value of `to_record`.
     """
     assert isinstance(record, dict) and dataclasses.is_dataclass(kind)
+    types = get_type_hints(kind)
     known = {each.name for each in dataclasses.fields(kind)}
-    values = {name: _INNER.get(name, _as_tuple)(value) for name, value in record.items() if name in known}
-    return kind(**values)
+    return kind(**{name: _value_of(types[name], value) for name, value in record.items() if name in known})
+
+
+def _value_of(annotation: object, value: object) -> object:
+    """Returns a field's value: lists as tuples, with the dataclasses that the field's annotation names in them."""
+    for inner in get_args(annotation):
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            return tuple(from_record(inner, each) for each in value) if isinstance(value, list) else ()
+    return _as_tuple(value)
 
 
 def _as_tuple(value: object) -> object:
     return tuple(_as_tuple(each) for each in value) if isinstance(value, list) else value
-
-
-def _each_of(kind: type[R], value: object) -> object:
-    return tuple(from_record(kind, each) for each in value) if isinstance(value, list) else ()
-
-
-_INNER = {"interfaces": partial(_each_of, NetworkInterface), "gpus": partial(_each_of, GpuState)}

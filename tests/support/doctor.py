@@ -7,14 +7,11 @@ from typing import Any
 from gradwire.bench.doctor.facts import (
     BackendTime,
     CoreWork,
-    ForeignTraffic,
     GpuState,
-    InterfaceRate,
     JobFacts,
     NetworkInterface,
     PairRates,
     RankFacts,
-    ScriptRun,
     from_record,
 )
 
@@ -154,17 +151,5 @@ def recorded(record: dict[str, Any]) -> JobFacts:
     Args:
         record: The value of `facts`.
     """
-    kinds: dict[str, type] = {
-        "ranks": RankFacts,
-        "pairs": PairRates,
-        "others": InterfaceRate,
-        "foreign": ForeignTraffic,
-        "work": CoreWork,
-        "backends": BackendTime,
-        "script_runs": ScriptRun,
-    }
-    inner: dict[str, Any] = {
-        name: tuple(from_record(kind, each) for each in record[name]) for name, kind in kinds.items() if name in record
-    }
     own = {int(node): rate for node, rate in record["own_bytes_per_second"].items()}
-    return replace(from_record(JobFacts, record), own_bytes_per_second=own, **inner)
+    return replace(from_record(JobFacts, record), own_bytes_per_second=own)

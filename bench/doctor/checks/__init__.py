@@ -1,9 +1,16 @@
 """Checks: functions from the measurements of a job to findings, in one module for each kind of cause.
 
-A new check goes into such a module and its `CHECKS`; what it looks at is a field of `facts.py`, read by `local.py` or
-measured by `examine.py`. The key of its finding has an entry in `basis.BASES`, and one in each table below that its
-cost belongs to: what it explains or is explained by (`EXPLAINS`), and of what its cost is a part (`OF_THE_EXCHANGE`,
-`OF_THE_CARDS`, `OF_THE_COMPUTATION`). Its test plants such a fault in a healthy job: an entry of `FAULTS`.
+A new check goes into such a module and its `CHECKS`; a new module into `CHECKS` here. The key of its finding has an
+entry in `basis.BASES`, and one in each table below that its cost belongs to: what it explains or is explained by
+(`EXPLAINS`), and of what its cost is a part (`OF_THE_EXCHANGE`, `OF_THE_CARDS`, `OF_THE_COMPUTATION`). Its test plants
+such a fault in a healthy job: an entry of `FAULTS` in tests/bench/doctor/test_checks.py.
+
+What it looks at is a field of a dataclass of facts.py, which comes from one of these:
+
+- `RankFacts`: what a rank reads on its machine, in local.py;
+- `JobFacts`: what ranks measure together, in examine.py; of one machine without a launcher, in alone.py;
+- `ScriptRun`: what is seen of the user's script: script.py runs it and split.py samples its steps, in its processes;
+  wanted.py merges the runs of all ranks into the facts.
 """
 
 from collections.abc import Callable, Iterable
