@@ -75,8 +75,8 @@ class Compression:
         self._size = size
         self.loss_scale = LossScale(self.compressor.rescale)
         self._undecided: tuple[LateFlag, bool] | None = None
-        self._last_transfers: list[Layout] = []
-        self._saved_transfers: Tensor | None = None
+        self._last_layouts: list[Layout] = []
+        self._saved_rows: Tensor | None = None
         self._dirty = False
 
     @property
@@ -120,38 +120,38 @@ class Compression:
         """Returns the norm of this rank's residuals, in units of the gradients without loss scale."""
         return math.sqrt(traits_of(self.compressor).residual_square()) / (float(self.loss_scale.value) or 1.0)
 
-    def take_saved_transfers(self) -> Tensor | None:
-        """Returns the transfers of the last step before a checkpoint that was just loaded; None at any other time."""
-        saved, self._saved_transfers = self._saved_transfers, None
+    def take_saved_rows(self) -> Tensor | None:
+        """Returns the all-reduces that a just loaded checkpoint names, encoded as `Resume` does; None if none was."""
+        saved, self._saved_rows = self._saved_rows, None
         return saved
 
-    def end_step(self, buckets: Sequence[Bucket], transfers: Sequence[Layout]) -> None:
+    def end_step(self, buckets: Sequence[Bucket], layouts: Sequence[Layout]) -> None:
         """Waits for the step's buckets and commits the changes of state, or drops them if an average is not finite.
 
         Args:
             buckets: Buckets of the step.
-            transfers: Layout of each all-reduce, in the order in which they were started.
+            layouts: Layout of each all-reduce, in the order in which they were started.
 
         Raises:
             BaseException: Error of a bucket's all-reduce.
         """
         verdicts = [is_finite(_wait(bucket)) for bucket in buckets]
-        self.decide(all(verdicts), transfers)
+        self.decide(all(verdicts), layouts)
 
-    def decide(self, finite: bool, transfers: Sequence[Layout]) -> None:
+    def decide(self, finite: bool, layouts: Sequence[Layout]) -> None:
         """Commits the changes of state of a step, or drops them; its buckets must be done.
 
         Args:
             finite: Whether all averages of the step are finite.
-            transfers: Layout of each all-reduce of the step, in the order in which they were started.
+            layouts: Layout of each all-reduce of the step, in the order in which they were started.
         """
-        self._last_transfers = list(transfers)
-        self._end_step(finite, transfers)
+        self._last_layouts = list(layouts)
+        self._end_step(finite, layouts)
         if finite:
             self._dirty = not self.flushing
             self.flushing = False
 
-    def end_step_on_device(self, extremes: Sequence[Tensor], transfers: Sequence[Layout]) -> None:
+    def end_step_on_device(self, extremes: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
         """Does what `end_step` does on CUDA: the device decides, and the host reads the decision one step later.
 
         The current stream must come after the all-reduces of this step and before those of the next one. State that
@@ -161,29 +161,29 @@ class Compression:
         Args:
             extremes: 0-dim tensors on the device, all finite if and only if the step's averages are. Empty if nothing
                 was compressed in the step: then nothing is committed or dropped.
-            transfers: Layout of each all-reduce of the step, in the order in which they were started.
+            layouts: Layout of each all-reduce of the step, in the order in which they were started.
         """
         self.resolve_last_step()
-        self._last_transfers = list(transfers)
+        self._last_layouts = list(layouts)
         if not extremes:
             return
         if len({each.dtype for each in extremes}) == 1:
             finite = torch.stack(list(extremes)).isfinite().all()
         else:
             finite = torch.stack([each.isfinite() for each in extremes]).all()
-        self._end_step(finite, transfers)
+        self._end_step(finite, layouts)
         self._undecided = (LateFlag(finite), self.flushing)
         self._dirty = not self.flushing
         self.flushing = False
 
-    def _end_step(self, finite: bool | Tensor, transfers: Sequence[Layout]) -> None:
+    def _end_step(self, finite: bool | Tensor, layouts: Sequence[Layout]) -> None:
         """Passes the step's end to the compressor.
 
         Args:
             finite: Whether all averages of the step are finite; on CUDA a 0-dim bool tensor on the device.
-            transfers: Layout of each all-reduce of the step, in the order in which they were started.
+            layouts: Layout of each all-reduce of the step, in the order in which they were started.
         """
-        traits_of(self.compressor).exchanged(transfers, finite, self.unused)
+        traits_of(self.compressor).exchanged(layouts, finite, self.unused)
         self.unused = ()
         self.compressor.end_step(finite)
 
@@ -204,18 +204,18 @@ class Compression:
         return self._dirty
 
     def state_dict(self) -> StateDict:
-        """Returns the state of this rank for a checkpoint: of the compressor, the loss scale and the last transfers.
+        """Returns the state of this rank for a checkpoint: of the compressor, the loss scale and the last all-reduces.
 
-        After a load, these are the loaded transfers until a step has replaced them.
+        After a load, these are the loaded all-reduces until a step has replaced them.
         """
         self.resolve_last_step()
-        transfers = to_rows(self._last_transfers) if self._saved_transfers is None else self._saved_transfers.clone()
+        rows = to_rows(self._last_layouts) if self._saved_rows is None else self._saved_rows.clone()
         own: StateDict = {
             PREFIX + "rank": self._rank,
             PREFIX + "size": self._size,
             PREFIX + "dirty": int(self._dirty),
             PREFIX + "loss_scale": float(self.loss_scale.value),
-            PREFIX + "transfers": transfers,
+            PREFIX + "transfers": rows,
             PREFIX + "placement": self.placement,
         }
         return own | self.compressor.state_dict()
@@ -234,9 +234,9 @@ class Compression:
         """
         # Check all that can be checked before anything changes.
         refuse_other_kinds(state, KINDS)
-        transfers = state[PREFIX + "transfers"]
-        assert isinstance(transfers, Tensor)
-        if transfers.dim() != 2 or transfers.shape[1] != COLUMNS or transfers.dtype != torch.int64:
+        rows = state[PREFIX + "transfers"]
+        assert isinstance(rows, Tensor)
+        if rows.dim() != 2 or rows.shape[1] != COLUMNS or rows.dtype != torch.int64:
             raise ValueError(f"`state[{PREFIX + 'transfers'!r}]` holds no transfers: it is damaged; {INSTEAD}")
         refuse_odd_scale(float(state[PREFIX + "loss_scale"]))
         refuse_not_finite(state)
@@ -253,11 +253,11 @@ class Compression:
             self.take_progress(state)
         except (TypeError, KeyError, OverflowError, AttributeError) as error:
             raise ValueError(f"`state` is damaged in what the compressor saved: {error}; {INSTEAD}") from error
-        # Keep the transfers for the next step, and the facts that ranks compare.
+        # Keep the all-reduces for the next step, and the facts that ranks compare.
         self.as_saved = placement == self.placement
         self._undecided = None
-        self._saved_transfers = transfers if transfers.numel() else None
-        facts = self.progress() | {"placement": placement, "transfers": str(transfers.tolist())}
+        self._saved_rows = rows if rows.numel() else None
+        facts = self.progress() | {"placement": placement, "transfers": str(rows.tolist())}
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": _shortly(str(value)) for key, value in facts.items()}
 
 

@@ -4,8 +4,8 @@ DDP calls the hook with one bucket of gradients after another during backward. T
 all-reduces to start, the communicator starts them, and DDP gets a future of the bucket. DDP divides no gradients if a
 hook is registered, so the communicator divides by the world size, before it narrows anything.
 
-Optional features are not named here: they follow a step as listeners (`step/listeners.py`), or are a subclass
-(`step/features.py` chooses it).
+Optional features follow a step as listeners (`step/listeners.py`), or are a subclass (`step/features.py` chooses it).
+One is asked here by a name of the session's: `weights`, which weighs gradients before they are sent.
 
 Thread safety: the thread that runs backward calls `reduce`, `_last_bucket_arrived` and `_backward_ended`; other methods
 are for the training thread between two steps. No lock is needed, because the two never run at once.
@@ -119,7 +119,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         self._timed = True
         self._sparse: list[Bucket] = []
         self._buckets: list[Bucket] = []
-        self._transfers: list[Layout] = []
+        self._reduced_layouts: list[Layout] = []
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):
@@ -427,7 +427,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         compression = session.compression
         for all_reduce in launches:
             if all_reduce.layout is not None:
-                self._transfers.append(all_reduce.layout)
+                self._reduced_layouts.append(all_reduce.layout)
             scale, after = session.scale, session.after
             flush = compression is not None and compression.flushing
             session.communicator.start(
@@ -449,11 +449,11 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         executor.stats.read_times()
         # Pass the step to the listeners; the compressor's is among the first.
         buckets, self._buckets = self._buckets, []
-        transfers, self._transfers = self._transfers, []
+        layouts, self._reduced_layouts = self._reduced_layouts, []
         sparse, self._sparse = self._sparse, []
         together, timed = self._is_together(), executor.stats.timing
         session.listeners.step_ended(
-            EndedStep(self.steps, buckets, transfers, report, timed=timed, together=together, sparse=sparse)
+            EndedStep(self.steps, buckets, layouts, report, timed=timed, together=together, sparse=sparse)
         )
         # Raise a failure last, so that all ranks have run the same collectives before.
         if buckets:

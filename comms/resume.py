@@ -2,8 +2,8 @@
 
 DDP guesses its buckets and rebuilds them after the first step, in the order in which the gradients arrived. In other
 buckets the blocks and shards of a compressor lie elsewhere, and a step rounds otherwise than the uninterrupted run did.
-So a saved state names the transfers of its last step, and the first step after a load gathers its gradients into those.
-It launches them when all have come: one step without overlap is the price.
+So a saved state names the all-reduces of its last step, and the first step after a load gathers its gradients into
+those. It launches them when all have come: one step without overlap is the price.
 """
 
 import logging
@@ -23,45 +23,45 @@ COLUMNS = 4
 number of elements."""
 
 
-def to_rows(transfers: Sequence[Layout]) -> Tensor:
+def to_rows(layouts: Sequence[Layout]) -> Tensor:
     """Encodes which elements were in which all-reduce as a tensor that a state dict may hold.
 
     Args:
-        transfers: Layout of each all-reduce of a step, in the order in which they were started.
+        layouts: Layout of each all-reduce of a step, in the order in which they were started.
 
     Returns:
         CPU tensor of int64 with the shape (slices, `COLUMNS`): a row for each slice of each layout, in order.
     """
-    numbers = {name: number for number, name in enumerate(_names(transfers))}
+    numbers = {name: number for number, name in enumerate(_names(layouts))}
     rows = [
         (index, numbers[piece.name], piece.parameter_start, piece.numel)
-        for index, layout in enumerate(transfers)
+        for index, layout in enumerate(layouts)
         for piece in layout.slices
     ]
     return torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), COLUMNS)
 
 
 def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
-    """Decodes the transfers that `to_rows` has encoded.
+    """Decodes the all-reduces that `to_rows` has encoded.
 
     Args:
         rows: Result of `to_rows` for the same model.
         present: Layouts of this step's buckets, which name every parameter.
 
     Returns:
-        Layout of each transfer, in order; None if this step has other parameters or elements than the transfers had
+        Layout of each all-reduce, in order; None if this step has other parameters or elements than those had
         (because one was frozen, say).
     """
     names, shapes = _names(present), {piece.name: piece.shape for layout in present for piece in layout.slices}
     if rows.numel() and int(rows[:, 1].max()) >= len(names):
         return None
-    transfers: list[list[Slice]] = []
+    reduced: list[list[Slice]] = []
     for index, number, start, numel in rows.tolist():
-        if index == len(transfers):
-            transfers.append([])
-        before = transfers[index][-1].stop if transfers[index] else 0
-        transfers[index].append(Slice(names[number], shapes[names[number]], start, before, numel))
-    layouts = [Layout(tuple(slices)) for slices in transfers]
+        if index == len(reduced):
+            reduced.append([])
+        before = reduced[index][-1].stop if reduced[index] else 0
+        reduced[index].append(Slice(names[number], shapes[names[number]], start, before, numel))
+    layouts = [Layout(tuple(slices)) for slices in reduced]
     return layouts if _elements(layouts) == _elements(present) else None
 
 
@@ -118,16 +118,16 @@ class Resume:
             return []
         self._done = True
         present = [bucket.layout for bucket in self._buckets if bucket.layout is not None]
-        transfers = from_rows(self.rows, present)
-        if transfers is None:
+        reduced = from_rows(self.rows, present)
+        if reduced is None:
             log.warning(
                 "the loaded state is of a step with other parameters than this one: training goes on with what it "
                 "holds of these, but not bit for bit"
             )
-            transfers = present
+            reduced = present
         for bucket in self._buckets:
-            bucket.pending = len(transfers)
-        return [self._launch(layout) for layout in transfers]
+            bucket.pending = len(reduced)
+        return [self._launch(layout) for layout in reduced]
 
     def _launch(self, layout: Layout) -> AllReduce:
         """Returns the all-reduce of one transfer, with its gradients wherever they lie in the buckets."""

@@ -316,11 +316,11 @@ class CompressorTraits:
         """Returns the squared norm of this rank's residuals. Blocks until the device is done; changes nothing."""
         return 0.0
 
-    def exchanged(self, transfers: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
+    def exchanged(self, layouts: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
         """Receives what was exchanged in the step; called before `end_step`, on all ranks with equal arguments.
 
         Args:
-            transfers: Layouts that were exchanged, those of all ranks.
+            layouts: Layouts that were exchanged, those of all ranks.
             finite: Whether all averages of the step are finite; see `end_step`. A tensor takes effect at the end of the
                 next step, unless the step was retracted until then.
             unused: Names of parameters whose averages are not used: their stored state is kept, and what was

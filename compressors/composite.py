@@ -197,16 +197,16 @@ class Composite(CompressorTraits):
         """Returns one line for each compressor that has something to report."""
         return [note for each in self._compressors() if isinstance(each, Stateful) and (note := each.note())]
 
-    def exchanged(self, transfers: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
+    def exchanged(self, layouts: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
         """Passes on to every compressor what was exchanged in the step; see `CompressorTraits.exchanged`.
 
         Args:
-            transfers: Layouts that were exchanged, those of all ranks.
+            layouts: Layouts that were exchanged, those of all ranks.
             finite: Whether all averages of the step are finite.
             unused: Names of parameters whose averages are not used.
         """
         for each in self._compressors():
-            traits_of(each).exchanged(transfers, finite, unused)
+            traits_of(each).exchanged(layouts, finite, unused)
 
     def retract_step(self) -> None:
         """Takes the last step out of the count of every compressor; see `Compressor.retract_step`."""

@@ -68,11 +68,11 @@ class Stateful(CompressorTraits):
                 store.drop()
         self.step += 1 if isinstance(finite, Tensor) else int(finite)
 
-    def exchanged(self, transfers: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
+    def exchanged(self, layouts: Sequence[Layout], finite: bool | Tensor, unused: Collection[str] = ()) -> None:
         """Keeps the stored values of the parameters in `unused`, and drops what was staged of them.
 
         Args:
-            transfers: Layouts that were exchanged; not used here.
+            layouts: Layouts that were exchanged; not used here.
             finite: Whether all averages of the step are finite; not used here.
             unused: Names of parameters whose averages are not used.
         """

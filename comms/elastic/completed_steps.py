@@ -15,4 +15,4 @@ class CompletedSteps(CompressedSteps):
     def step_ended(self, step: EndedStep) -> None:
         """Commits the compressor's new state, or drops it if the averages are not finite."""
         with self._communicator.exclusive():
-            self._compression.end_step(step.buckets, step.transfers)
+            self._compression.end_step(step.buckets, step.reduced_layouts)

@@ -71,12 +71,12 @@ class Averaging(Protocol):
     """The session over which gradients are averaged; None before the ranks have connected."""
     _backward: BackwardTracker
 
-    def send_again(self, buckets: list[Bucket], transfers: Tensor | None) -> None:
+    def send_again(self, buckets: list[Bucket], rows: Tensor | None) -> None:
         """Starts the all-reduces of a step again, after the ranks have changed.
 
         Args:
             buckets: The buckets of the step, with their gradients restored.
-            transfers: All-reduces that the step has to use, in the encoding of `Resume`; None if it is free.
+            rows: All-reduces that the step has to use, in the encoding of `Resume`; None if it is free.
         """
 
     def send_rest(self, session: GradientSession) -> None:
@@ -179,9 +179,9 @@ class ElasticTraining(StepListener):
         self._requests: Requests | None = None
         self._listed = 0
         """Number of the list, in the job's store, of the processes that join before the next step; 0 for none."""
-        self._last_transfers: list[list[int]] = []
+        self._last_rows: list[list[int]] = []
         """All-reduces of the last step in the encoding of `Resume`, which rank 0 sends to all ranks when some join."""
-        self._next_transfers: Tensor | None = None
+        self._next_rows: Tensor | None = None
         """All-reduces that the next step has to use after ranks have joined, as received from rank 0; else None."""
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self.has_just_joined = False
@@ -230,22 +230,22 @@ class ElasticTraining(StepListener):
         """
         return self.resilient_ops is None or self.resilient_ops.by_itself
 
-    def begin_step(self, communicator: Communicator, transfers: Tensor | None) -> Tensor | None:
+    def begin_step(self, communicator: Communicator, rows: Tensor | None) -> Tensor | None:
         """Starts to copy the gradients of the step that begins, and returns the all-reduces that the step has to use.
 
         Args:
             communicator: Communicator with which the step begins.
-            transfers: All-reduces that a loaded state prescribes, int64 (all-reduces, columns) in the encoding of
+            rows: All-reduces that a loaded state prescribes, int64 (all-reduces, columns) in the encoding of
                 `Resume`; None if the step is free.
 
         Returns:
             In the first step after processes have joined, on every rank, the all-reduces of rank 0's last step if there
-            are any; otherwise `transfers`, which may be None.
+            are any; otherwise `rows`, which may be None.
         """
-        if self._next_transfers is not None:
-            transfers, self._next_transfers = self._next_transfers, None
-        self._kept = GradientBackup(communicator, transfers)
-        return transfers
+        if self._next_rows is not None:
+            rows, self._next_rows = self._next_rows, None
+        self._kept = GradientBackup(communicator, rows)
+        return rows
 
     def add(self, bucket: Bucket, start: Callable[[], None]) -> FutureTensor:
         """Copies a bucket's gradients and starts its all-reduce.
@@ -264,7 +264,7 @@ class ElasticTraining(StepListener):
         """Drops the copied gradients, records the step's all-reduces, and reports a change of ranks to the user."""
         self._kept, self.has_just_joined = None, False
         if self._requests is not None:
-            self._last_transfers = to_rows(step.transfers).tolist()
+            self._last_rows = to_rows(step.reduced_layouts).tolist()
         self.notify_change()
 
     def close(self) -> None:
@@ -468,7 +468,7 @@ class ElasticTraining(StepListener):
             if session.compression is not None:
                 with communicator.exclusive():
                     session.compression.compressor.end_step(False)
-            self._state.send_again(kept.restore(communicator), kept.transfers)
+            self._state.send_again(kept.restore(communicator), kept.rows)
         self._state.send_rest(session)
         kept.wait()
         communicator.sync_current_stream()
@@ -507,7 +507,7 @@ class ElasticTraining(StepListener):
             received.clear()
             if set(names) & set(resilient_ops.view.members):
                 transfer = StateTransfer(resilient_ops.communicator, resilient_ops.wait)
-                received.append(transfer.run(lambda: self._own.given(model), self._last_transfers, wanted=joins))
+                received.append(transfer.run(lambda: self._own.given(model), self._last_rows, wanted=joins))
             return resilient_ops.wait(resilient_ops.communicator.all_reduce(torch.zeros_like(like)))
 
         like = torch.zeros(1, dtype=torch.int64, device=resilient_ops.communicator.device)
@@ -515,7 +515,7 @@ class ElasticTraining(StepListener):
         if not received:
             return
         found = received[0]
-        self._next_transfers = (
+        self._next_rows = (
             torch.tensor(found.shared, dtype=torch.int64, device="cpu").view(-1, COLUMNS) if found.shared else None
         )
         if not joins:

@@ -17,17 +17,17 @@ class GradientBackup:
 
     Args:
         communicator: The communicator that starts the step.
-        transfers: The transfers that the step has to use, in the encoding of `Resume`, int64 (transfers, columns);
+        rows: The all-reduces that the step has to use, in the encoding of `Resume`, int64 (all-reduces, columns);
             None if it is free.
 
     Attributes:
         resolved: Whether the futures are complete, because all ranks have the averages.
-        transfers: The argument of that name.
+        rows: The argument of that name.
     """
 
-    def __init__(self, communicator: Communicator, transfers: Tensor | None) -> None:
+    def __init__(self, communicator: Communicator, rows: Tensor | None) -> None:
         self.resolved = False
-        self.transfers = transfers
+        self.rows = rows
         self._communicator = communicator
         self._error: Exception | None = None
         self._buckets: list[Bucket] = []

@@ -77,18 +77,18 @@ class ElasticHookState(HookState):
         super().close()
         self._elastic.close()
 
-    def send_again(self, buckets: list[Bucket], transfers: Tensor | None) -> None:
+    def send_again(self, buckets: list[Bucket], rows: Tensor | None) -> None:
         """Starts the all-reduces of a step again, after the ranks have changed.
 
         Args:
             buckets: The buckets of the step, with their gradients restored.
-            transfers: All-reduces that the step has to use, in the encoding of `Resume`; None if it is free.
+            rows: All-reduces that the step has to use, in the encoding of `Resume`; None if it is free.
         """
         session = self._connected("backward()")
-        self._transfers.clear()
+        self._reduced_layouts.clear()
         self._buckets = buckets
         session.fusion.defers = self._backward.marks_last_bucket
-        session.grouping = session.fusion if transfers is None else Resume(transfers, session.fusion)
+        session.grouping = session.fusion if rows is None else Resume(rows, session.fusion)
         for bucket in buckets:
             self._elastic.equalize_decoders(session)
             super()._send(session, bucket)

@@ -46,7 +46,7 @@ class CompressedSteps(StepListener):
         if self._compression.loss_scale.follows_scaler:
             with self._communicator.exclusive():
                 self._compression.loss_scale.follow()
-        saved = self._compression.take_saved_transfers()
+        saved = self._compression.take_saved_rows()
         if saved is not None:
             self._session.grouping = Resume(saved, self._session.fusion)
 
@@ -56,12 +56,12 @@ class CompressedSteps(StepListener):
         On CUDA the device decides which, and the host does not wait; an error here also ends the executor.
         """
         if self._communicator.device.type != "cuda":
-            self._compression.end_step([*step.buckets, *step.sparse], step.transfers)
+            self._compression.end_step([*step.buckets, *step.sparse], step.reduced_layouts)
             return
         try:
             with self._communicator.exclusive():
                 extremes = [*self._communicator.executor.extremes(), *_sparse_extremes(step.sparse)]
-                self._compression.end_step_on_device(extremes, step.transfers)
+                self._compression.end_step_on_device(extremes, step.reduced_layouts)
         except Exception as error:
             # This rank's residuals may differ from those that the other ranks assume, for example if memory ran out.
             self._communicator.executor.interrupt(error)

@@ -1,9 +1,16 @@
-"""Listeners follow the steps of one communicator: each optional feature is one, so the path of a bucket names none.
+"""Listeners follow the steps of one communicator: each optional feature is one, so the hook passes on events to all.
+
+One is named in the path of a bucket: `hook.py` asks `session.weights`, the listener `samples`, which weighs gradients
+before they are sent, and which all-reduces are due.
 
 A listener is imported and created only if its option asks for it; `step_watch` and `observer` are always there, and
 `first_steps` is by default. The functions of `features.py` create them, but for those that need elastic training
 (`elastic/ddp.py`). All ranks have the same listeners and call them at the same points of the sequence of all-reduces,
 in the order of `ORDER`: several of them start collectives.
+
+A new listener is a name in `ORDER` and the reason for its place, a function of `features.py` that adds it, and a call
+of that one where a session is made (`GradientSession` of session.py). Nothing outside gradwire can add one: a user's
+code wraps the hook, or registers a compressor, whose `exchanged` and `end_step` are called at the end of each step.
 
 `HookState` passes on all events of a step. `FsdpState` passes on `step_began`, `bucket_arrived` (of flat shards, with
 no layout) and `step_ended`, `Outer` only `step_began` and `step_ended`; both commit the compressor's state themselves.
@@ -68,13 +75,16 @@ from gradwire.compressors.base import Layout
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A finished backward pass; all its all-reduces have been started.
+    """A finished backward pass; all its all-reduces have been started, not finished.
+
+    A listener that reads averages on a CPU waits for them first (`bucket.result().wait()`), unless it comes after
+    `compressed_steps` in `ORDER` and that one is there: it has waited for all buckets.
 
     Attributes:
         number: Number of the step, from 1.
         buckets: The dense buckets, in the order of their arrival.
-        transfers: Layouts of the all-reduces, in order (not the `Transfer`s of a plan); empty if neither a compressor
-            nor the mode of training needs parameter names.
+        reduced_layouts: Layouts of the all-reduces, in the order in which they were started; empty if neither a
+            compressor nor the mode of training needs parameter names.
         report: Makes the report of this rank's counters so far, given the number of the step. It refers to no session,
             so that who keeps it does not keep the session from being collected.
         timed: Whether the times of buckets and phases were recorded.
@@ -84,7 +94,7 @@ class EndedStep:
 
     number: int
     buckets: Sequence[Bucket]
-    transfers: Sequence[Layout]
+    reduced_layouts: Sequence[Layout]
     report: Callable[[int], Report]
     timed: bool = True
     together: bool = True
