@@ -109,7 +109,8 @@ class Communicator:
         rank: This rank in the group.
         device: Device of the tensors; a CUDA device has an index.
         config: Configuration, with the time-out of the process group if it has none of its own.
-        compressor: Compressor for one phase of tensors that have a layout; None if all is exact.
+        compressor: Compressor for one phase of tensors that have a layout; None if all is exact. One that is
+            there need not save bytes: the wider sum of `sum_dtype` is one, too (`CompressorTraits.is_sum`).
         peer_infos: Host, devices and settings of every rank.
         plain_store: Store for messages between these ranks, without keys of an earlier start of them.
         rank_plans: Plans by bucket size, and the link rates by which they are chosen.

@@ -4,6 +4,11 @@ A store keeps one flat tensor for each shard it has seen, so that a step costs n
 rebuild, another fusion, a resumed run), the old tensors are taken apart into pieces by parameter, and new shards are
 put together from the pieces.
 
+Which rank has the residual of an element is not decided here. A rank keeps those of the shards that it compresses: the
+plan's schedule gives each rank of a node a region of the node's sum (comms/plan/schedule.py), cut where `partition` of
+the compressor says (as of `TwoStage`). The second residual, of the sum that an owner encodes again, is with the owner
+of that part of the shard (`Parts` of two_stage.py). If regions move to other ranks, comms/migration.py moves residuals.
+
 On CUDA, shards are worked on by several streams, and torch's allocator gives a freed block to the stream that allocated
 it, at once. So whatever a store lets go of is first noted as in use on the current stream (`keep_until_read`). That is
 enough: the streams of a step are behind the computing stream's work before it, and the computing stream is behind all

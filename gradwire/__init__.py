@@ -9,6 +9,9 @@ or one, for the whole of torch.distributed::
 
     torch.distributed.init_process_group("gradwire")
 
+In a checkout the folders comms, compressors, topology, bench and csrc here are symbolic links to those at the top of
+the repository, so `gradwire.comms.hook` is comms/hook.py there. An installed package has the folders themselves.
+
 The names below are imported when they are first used: `gradwire topo` and `gradwire gdr-check` need no torch. The
 backend "gradwire" is registered by torch at the end of `import torch` (entry point `torch.backends`), or here where
 torch is already there; with TORCH_DEVICE_BACKEND_AUTOLOAD=0, at the first use of a name below.

@@ -1,4 +1,17 @@
-"""The choice of a plan for each bucket size: the one asked for or the fastest, with or without a compressor."""
+"""The choice of a plan for each bucket size: the one asked for or the fastest, with or without a compressor.
+
+Whether a gradient is compressed is decided step by step, each time alike on all ranks:
+
+1. `Compression` of compression.py makes the compressor that the options ask for. None of it: all is exact.
+2. `HookState._reduce` gives each dense bucket a `Layout` if there is a compressor; a sparse one never has one. Fusion
+   joins only buckets that are alike in that.
+3. `Communicator.start` drops the layout if the bucket's dtype is none of `CompressorTraits.dtypes`.
+4. `PlanChooser._compressed_plan` here decides for each size of bucket with a layout, by nodes, `plan` and device.
+5. `Composite` (compressors/composite.py) sends parameters dense inside of a compressed phase, as the rules say; the
+   default ones are biases, norms and small parameters.
+6. `TwoStage.all_reduce` (compressors/two_stage.py) sends a shard dense during `warmup_steps`, and alone in a group; a
+   step of `HookState.flush` is sent exactly, by `Programs`.
+"""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING

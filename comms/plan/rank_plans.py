@@ -92,8 +92,10 @@ class RankPlan:
     Attributes:
         plan: The plan.
         chunks: Chunks of the bucket, in order.
-        lanes: Lanes that each chunk visits on every rank; one more after each asynchronous phase. Those of a
-            compressor's rounds are not among them: see `Programs._compressed`.
+        lanes: Lanes that each chunk visits on every rank: the first, and one more after each asynchronous phase. A
+            compressed phase begins in the lane where the phase before has ended, (0, 0) behind a synchronous one: there
+            it encodes and sends first. The rounds after that are in lanes (phase, 1), (phase, 2), ..., which are not
+            listed here: `Programs._compressed` passes through them.
         turn: Number of phases before the closing all-gathers, which only copy sums: after so many phases all sums are
             made.
         direct: Whether the plan is one all-reduce over all ranks, as without gradwire.

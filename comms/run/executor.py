@@ -156,7 +156,7 @@ class Executor(ABC):
             ask: Whether the ranks of the node first ask each other whether there is state to move; see
                 `migration.migrate`.
         """
-        if self._programs.compresses and rank_plan.shares_ownership:
+        if self._programs.has_compressor and rank_plan.shares_ownership:
             self._start_migration(self._programs.migrate(layout, rank_plan.compressed_shards(), device, ask))
 
     @abstractmethod

@@ -67,7 +67,7 @@ class Programs:
         self._stats = stats
 
     @property
-    def compresses(self) -> bool:
+    def has_compressor(self) -> bool:
         """Whether there is a compressor."""
         return self._compressor is not None
 
