@@ -144,8 +144,12 @@ def copy_bytes_per_second(device: torch.device) -> float:
     """
     source = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    seconds = timeit.repeat(lambda: (target.copy_(source), torch.cuda.synchronize(device)), number=1, repeat=5)
-    return source.numel() / min(seconds)
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize(device)
+
+    return source.numel() / min(timeit.repeat(copy, number=1, repeat=5))
 
 
 def grow(versions: Sequence[HourStep], run: Callable[[HourStep], dict[str, object]]) -> dict[str, object]:
