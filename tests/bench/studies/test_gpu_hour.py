@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,14 @@ def test_smaller_inputs_are_those_of_the_same_programs(gpus: int, share: float) 
 class Device:
     """Runs steps in a time of its own: `start` seconds, and `full` more for the full inputs."""
 
-    def __init__(self, start: float, full: float, **at: dict[str, object]) -> None:
+    def __init__(self, start: float, full: float, **at: Mapping[str, object]) -> None:
         self.start, self.full, self.at = start, full, at
         self.ran: list[float] = []
 
     def __call__(self, step: HourStep) -> dict[str, object]:
         self.ran.append(step.share)
         taken = {"outcome": "pass", "seconds": self.start + self.full * step.share}
-        return taken | self.at.get(f"share_{step.share:g}", {})
+        return {**taken, **self.at.get(f"share_{step.share:g}", {})}
 
 
 def versions() -> list[HourStep]:
