@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import zipfile
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from gradwire.comms.bootstrap.compat import UNDECLARED
 from support.cuda_wheel import listed_releases
 from torch_releases import diff as torch_diff
 
-SOURCES = torch_diff.sources(torch_diff.installed)
+sources = cache(lambda: torch_diff.sources(torch_diff.installed))
+"""What the installed torch has; read by the first test that asks, not by each worker that collects."""
+
 PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
@@ -28,7 +31,7 @@ def test_every_release_that_is_tested_was_recorded() -> None:
 
 def test_the_installed_torch_is_what_was_read() -> None:
     release = metadata.version("torch").partition("+")[0]
-    found = torch_diff.hashes(SOURCES)
+    found = torch_diff.hashes(sources())
     wanted = torch_diff.recorded()[release]
     assert {name for name in wanted if wanted[name] != found[name]} == set()
 
@@ -46,7 +49,7 @@ def private_names(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", torch_diff.TABLES)
 def test_a_private_name_is_in_the_table_of_its_module(module: str) -> None:
-    found = {name: source for name, source in SOURCES.items() if torch_diff.user_of(name) == module}
+    found = {name: source for name, source in sources().items() if torch_diff.user_of(name) == module}
     text = "\n".join([*found, *(source.text for source in found.values() if source is not None)])
     declared = set(re.findall(r"\w+", text)) | set(UNDECLARED)
     assert private_names(module) <= declared, private_names(module) - declared

@@ -245,13 +245,20 @@ def test_a_counter_of_a_billion_requests_to_join_is_no_loop() -> None:
 
 
 @pytest.mark.parametrize(
-    "peer_info", [b64encode(zlib.compress(bytes(100 << 20))).decode(), "no base64 \xe9", "AAAA", "x" * (2 << 20)]
+    "made",
+    [
+        lambda: b64encode(zlib.compress(bytes(100 << 20))).decode(),
+        lambda: "no base64 \xe9",
+        lambda: "AAAA",
+        lambda: "x" * (2 << 20),
+    ],
+    ids=["inflates", "no base64", "no archive", "long"],
 )
-def test_a_request_that_would_fill_the_memory_is_refused(peer_info: str) -> None:
+def test_a_request_that_would_fill_the_memory_is_refused(made: Callable[[], str]) -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     requests = joining.Requests(store.plain, timedelta(seconds=SECONDS), {}, {})
     store.add("join/count", 1)
-    word = {"name": "h/1/2", "shared": {}, "peer_info": peer_info, "model": {}}
+    word = {"name": "h/1/2", "shared": {}, "peer_info": made(), "model": {}}
     store.set("join/1/request", json.dumps(word))
     requests._poll_store()
     assert "refused" in json.loads(store.get("join/1/answer"))
