@@ -39,7 +39,7 @@ activities above."""
 
 
 def activity_of(frame: FrameType | None) -> str:
-    """Returns the activity of a thread.
+    """Returns the activity of a thread, the first of `FOLDERS` that a file on its stack belongs to; else `OWN`.
 
     Args:
         frame: Innermost frame of its stack; None for a thread that has ended.
@@ -98,7 +98,10 @@ class Activity:
             self._lines.setdefault(kind, Counter())[line] += 1
 
     def lines(self) -> dict[str, str]:
-        """Returns activity -> line in which the thread was seen most often since the last call; resets the counts."""
+        """Returns activity -> line in which the thread was seen most often since the last call; resets the counts.
+
+        It is the innermost line of the training script, or of the stack if the script is not on it.
+        """
         found = self.newest_lines()
         self._lines.clear()
         return found

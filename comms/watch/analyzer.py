@@ -63,7 +63,8 @@ class Analyzer:
 
     Args:
         store: Store from which statuses are read.
-        stall_seconds: Time without progress until a stall is logged; it is logged again after twice the time.
+        stall_seconds: Time without progress until a stall is logged; it is logged again each time that the longest wait
+            has doubled.
         trace: File for the timeline; None writes none.
 
     Attributes:
@@ -89,7 +90,11 @@ class Analyzer:
         self._drawing = None if trace is None else TimelineWriter(store, trace)
 
     def poll(self) -> None:
-        """Reads all statuses, and logs what is new."""
+        """Reads all statuses, updates the report, logs what is new, and makes and handles requests; never waits.
+
+        Raises:
+            RuntimeError: The store is gone, or does not respond.
+        """
         self._statuses = self._store.statuses()
         self._read_groups()
         now = time.monotonic()
@@ -116,6 +121,8 @@ class Analyzer:
 
     def adopt(self, number: int) -> None:
         """Takes over the request of a rank that is about to end, so that the responses to it are diagnosed.
+
+        It replaces the open request, if there is one.
 
         Args:
             number: Number of the request in the store; one that is not newer than the last one is ignored.
@@ -151,7 +158,14 @@ class Analyzer:
                 self.report.groups.append(GroupSummary(name, ranks, ended, waited))
 
     def _update_late(self, late: list[WatchStraggler], now: float) -> None:
-        """Begins and ends episodes of late ranks."""
+        """Begins episodes of late ranks, each with a warning, and ends those of ranks that are late no longer.
+
+        Updates the suspects as well.
+
+        Args:
+            late: The stragglers as of now.
+            now: Monotonic seconds.
+        """
         open_ = {each.late.rank: each for each in self.report.late if each.ended is None}
         for each in late:
             if each.rank in open_:
@@ -181,7 +195,10 @@ class Analyzer:
         return self._hosts.get(rank, "a host not known")
 
     def _unnamed(self) -> list[Episode]:
-        """Returns the open episodes of which it is not known in which collective, with which parameters, ranks wait."""
+        """Returns the open episodes of which it is not known in which collective, with which parameters, ranks wait.
+
+        Episodes in channels are left out.
+        """
         late = [each for each in self.report.late if each.ended is None and sender_of(each.late.group) is None]
         return [each for each in late if each.waited_in is None or each.waited_in.holds is None]
 
@@ -204,7 +221,7 @@ class Analyzer:
                 return
 
     def _update_links(self, now: float) -> None:
-        """Updates the traffic in the report, and begins and ends episodes of slow links."""
+        """Updates the traffic in the report, begins episodes of slow links, each with a warning, and ends others."""
         self._links.receive({rank: status.links for rank, status in self._statuses.items()}, self._hosts, now)
         self.report.links = self._links.summaries()
         slow = self._links.slow()
@@ -241,7 +258,10 @@ class Analyzer:
             self._request = OpenRequest(self._last_request, now + RESPONSE_SECONDS, tuple(found))
 
     def _log_continuation(self, now: float) -> None:
-        """Logs that training continues after a stall, once the ranks that waited have issued later collectives."""
+        """Logs that training continues after a stall, once the ranks that waited have issued later collectives.
+
+        Does not log it, also later, if a rank is about to end.
+        """
         if self._reported is None:
             return
         stuck, began = self._reported
@@ -258,6 +278,7 @@ class Analyzer:
         """Compares the last collectives that ranks have sent on request, once all have responded or the time is over.
 
         Logs ranks that disagree, the cause of a stall, and the collective in which the others wait for a late rank.
+        Then marks the request as concluded, for ranks that wait for that before they end.
 
         Args:
             now: Monotonic seconds.
@@ -290,7 +311,7 @@ class Analyzer:
         self._store.conclude(request.number)
 
     def _add_stall(self, stuck: Stuck, text: str, *, disagree: bool) -> None:
-        """Logs a stall, and adds it to the report.
+        """Logs a stall, adds it to the report, and requests a new timeline.
 
         Args:
             stuck: The stall.
@@ -305,7 +326,10 @@ class Analyzer:
         log.warning("watch: stall: %s", text)
 
     def _add_disagreement(self, text: str) -> None:
-        """Logs a sentence about ranks that disagree, and adds it to the report, unless it is there already."""
+        """Logs a sentence about ranks that disagree, and adds it to the report, unless it is there already.
+
+        If it is new, also requests a new timeline.
+        """
         if text not in self.report.disagreements:
             self.report.disagreements.append(text)
             self.draw_soon()

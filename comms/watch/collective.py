@@ -20,11 +20,12 @@ class IssuedCollective:
 
     Attributes:
         number: Number in its group or channel, from 1.
-        what: Operation, shapes and dtypes as text; equal on all ranks unless they disagree.
+        what: Operation, shapes and dtypes as text, `all_reduce of [1024] Float`; equal on all ranks unless they
+            disagree, because the operations whose inputs may differ are without shapes.
         line: Line of the training script that issued it, `train.py:88 in step`; None if the stack has no such line.
         began: Time at which it was issued, in seconds since the epoch by this host's clock.
-        ended: Time at which it was first seen to have ended; None while it is in flight.
-        holds: Names of the gradients or weights that it carries; None if they are not known.
+        ended: Time at which it was first seen to have ended, or at which the wait for a message ended; None before.
+        holds: Names of the gradients that it carries, `gradients of 1.bias to 1.weight`; None if they are not known.
     """
 
     number: int
@@ -45,7 +46,7 @@ class MessageCount:
     Attributes:
         begun: Calls of `send` and `recv` that have begun.
         done: Calls that have returned, so that torch has counted the message.
-        blocked: True if a thread waits for a message of this group.
+        blocked: True if a thread waits for a message of this group whose sender is known.
     """
 
     begun: int = 0
@@ -55,12 +56,12 @@ class MessageCount:
 
 @dataclass(frozen=True, slots=True)
 class TimelinePart:
-    """Times of the last collectives of one rank.
+    """Times of the last collectives and messages of one rank.
 
     Attributes:
         request: Number of the request to which this is the response.
         seconds: Time of the response, in seconds since the epoch by this host's clock.
-        groups: Group -> its collectives, ascending.
+        groups: Group or channel -> its collectives or messages, ascending.
     """
 
     request: int

@@ -112,8 +112,8 @@ class FlightReader:
         messages: Function that returns torch's name of a group -> its messages on this rank.
 
     Attributes:
-        members: Group -> its ranks in the default group, of the groups that have had a collective. Names are equal on
-            all ranks: `default`, `3 (mesh_shard)`, `default over nccl`.
+        members: Group -> its ranks in the default group, of the groups of which the recorder had an entry. Names are
+            equal on all ranks: `default`, `3 (mesh_shard)`, `default over nccl`.
     """
 
     def __init__(self, messages: Callable[[], Mapping[str, MessageCount]] = dict) -> None:
@@ -166,7 +166,8 @@ class FlightReader:
             group: The group.
             key: Backend and number of the group.
             stated: Progress by the recorder's state of the group.
-            always: True to read the entries at the first poll without a change of `stated`; False at the second one.
+            always: True to read the entries at the first poll without a change of `stated`; False at the second one,
+                unless the state of this group was wrong before (`misstated`).
         """
         if group.stated != stated:
             group.stated, group.polls, group.checked = stated, 0, 0
@@ -194,6 +195,8 @@ class FlightReader:
     def issued(self, *, lines: bool = True) -> dict[str, list[IssuedCollective]]:
         """Reads the last collectives of each group, in the order in which this rank has issued them.
 
+        They have the names of the gradients that they carry, as far as those are known.
+
         Args:
             lines: True to include the lines that issued them; without, it takes a tenth of the time.
         """
@@ -212,7 +215,10 @@ class FlightReader:
         return {name: self._models.name(name, each) for name, each in found.items()}
 
     def _learn(self) -> None:
-        """Reads the names of the groups that the recorder knows by number only."""
+        """Reads the names of the groups that the recorder knows by number only, and adds them to `members`.
+
+        Also finds out how many messages of each group were issued before this process began to count them.
+        """
         groups, counts = group_members(), self._messages()
         for backend, record in flight_records(collectives=True, stacks=False).items():
             newest: dict[str, int] = {}

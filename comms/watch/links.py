@@ -63,7 +63,7 @@ class LinkState:
         )
 
     def since(self, before: "LinkState") -> "LinkState":
-        """Returns the increase of each counter since the earlier state `before`, 0 if connections were closed."""
+        """Returns the increase of each counter since `before`; 0 for one that is lower now: connections were closed."""
         return LinkState(
             max(self.busy_seconds - before.busy_seconds, 0.0),
             max(self.nbytes - before.nbytes, 0),
@@ -97,7 +97,7 @@ def connection_states() -> dict[str, LinkState]:
 
 @dataclass(frozen=True, slots=True)
 class LinkSummary:
-    """Traffic of one link since the watch began.
+    """Traffic of one link since the watch has first seen it.
 
     Attributes:
         source: Host that sends.
@@ -178,7 +178,9 @@ class LinkWatch:
         self._slow: deque[dict[str, Slowness]] = deque(maxlen=SLICES)
 
     def receive(self, links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping[int, str], now: float) -> None:
-        """Adds the newest counters.
+        """Adds the newest counters, and compares the links if the present slice has lasted `SLICE_SECONDS`.
+
+        A slice begins anew when a link appears or vanishes.
 
         Args:
             links: Rank -> result of `connection_states`.
@@ -208,7 +210,7 @@ class LinkWatch:
         return {which: newest[which] for which in newest if all(which in each for each in self._slow)}
 
     def summaries(self) -> list[LinkSummary]:
-        """Returns the traffic of each link so far, of at least `LEAST_NBYTES`."""
+        """Returns the traffic so far of each link that was in the last counters and carried `LEAST_NBYTES` or more."""
         found = []
         for (source, target), state in sorted(self._last.items()):
             done = state.since(self._first[source, target])

@@ -112,7 +112,11 @@ class _Channel:
     last: deque[_Message] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def passed(self, number: int, now: float) -> None:
-        """Records that the message with this number was sent, or received, at monotonic time `now`."""
+        """Records that the message with this number was sent, or received, at monotonic time `now`.
+
+        It becomes an end point if its number is a multiple of `stride`, which is doubled first if the points kept would
+        cover less than `SPAN_SECONDS`.
+        """
         self.ended = max(self.ended, number)
         if number % self.stride:
             return
@@ -125,7 +129,10 @@ class _Channel:
         self.ends.append(EndPoint(number, round(self.group.waited, 4), round(now, 4)))
 
     def state(self, now: float) -> GroupState:
-        """Returns the state of the channel on this rank at monotonic time `now`."""
+        """Returns the state of the channel on this rank at monotonic time `now`.
+
+        While no thread waits for one of its messages, all that were issued count as ended.
+        """
         blocked = self.blocked
         if blocked is None:
             return GroupState(self.issued, self.issued, 0.0, self.group.waited, tuple(self.ends))
@@ -150,7 +157,7 @@ class MessageNotes:
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Wraps torch's `send`, `recv`, `recv_anysource` and `wait`."""
+        """Wraps torch's `ProcessGroup.send`, `recv`, `recv_anysource` and `Work.wait`, for all groups of the process."""
         group = dist.ProcessGroup
         self._undo = [
             wrap_method(group, "send", partial(self._message, sends=True)),
@@ -166,7 +173,10 @@ class MessageNotes:
         self._open.clear()
 
     def counts(self) -> dict[str, MessageCount]:
-        """Returns group -> its messages on this rank, by torch's names of the groups."""
+        """Returns group -> its messages on this rank, by torch's names of the groups.
+
+        Empty if the default group is another one than at the last message.
+        """
         with self._lock:
             if self._world is not dist.group.WORLD:
                 return {}
@@ -212,7 +222,10 @@ class MessageNotes:
     def _message(
         self, issue: Callable[..., BackendWork], group: dist.ProcessGroup, *arguments: Any, sends: bool, **named: Any
     ) -> BackendWork:
-        """Issues `send` or `recv` with its arguments (tensors, peer, tag), and notes it."""
+        """Issues `send` or `recv` with its arguments (tensors, peer, tag), and notes it; returns torch's work.
+
+        Not noted is a message whose peer is given by keyword, or whose group torch.distributed does not know.
+        """
         channel = None if len(arguments) < 2 else self._channel(group, group.rank(), arguments[1], sends=sends)
         if channel is None:
             return issue(group, *arguments, **named)
@@ -233,7 +246,7 @@ class MessageNotes:
         return self._issue(counted, issue, group, *arguments, **named)
 
     def _issue(self, counted: _Group, issue: Callable[..., BackendWork], *arguments: Any, **named: Any) -> BackendWork:
-        """Issues a message that has been counted as begun."""
+        """Issues a message that has been counted as begun; counts it as done, or no longer as begun if that raises."""
         try:
             work = issue(*arguments, **named)
         except BaseException:
@@ -256,7 +269,7 @@ class MessageNotes:
         return message
 
     def _wait(self, wait: Callable[..., bool], work: BackendWork, *arguments: Any, **named: Any) -> bool:
-        """Waits for a work; if it is a message, notes for how long."""
+        """Waits for a work; if it is a message, notes that and for how long a thread waits, and its receipt."""
         known = self._open.get(id(work))
         if known is None or known[0]() is not work:
             return wait(work, *arguments, **named)

@@ -38,7 +38,7 @@ class Cycle:
 
     Attributes:
         group: Name of the process group of the collectives.
-        operation: Part of the operation's name: `all_reduce`, `reduce_scatter`.
+        operation: Part of the operation's name in torch's flight recorder: `all_reduce`, `reduce_scatter`.
         numels: Number of elements of each collective.
         names: Parameters of each collective: `gradients of 1.bias to 1.weight`.
     """
@@ -61,7 +61,7 @@ class WatchedModels:
         self._looking: threading.Thread | None = None
 
     def search(self, seconds: float) -> None:
-        """Starts a search for models if it is time; returns at once.
+        """Starts a search for models if it is time and none is under way; returns at once. After an error: never again.
 
         Args:
             seconds: Time since the first collective.
@@ -105,6 +105,8 @@ class WatchedModels:
 def lay_along(cycle: Cycle, issued: Sequence[IssuedCollective]) -> list[IssuedCollective]:
     """Returns the collectives with the names of their parameters, if their sizes match the cycle at one offset only.
 
+    Otherwise, and for collectives of another operation or of a size that is not in the cycle, they are as given.
+
     Args:
         cycle: Cycle of a model in the group.
         issued: Last collectives of the group, ascending.
@@ -130,7 +132,8 @@ def find_cycles(models: Iterable[nn.Module]) -> list[Cycle]:
     """Returns the collectives that each model issues in a step.
 
     Args:
-        models: DDP models and root modules of FSDP2. DDP models before the end of their first step are left out.
+        models: DDP models and root modules of FSDP2. DDP models before the end of their first step are left out, and
+            those of FSDP2 whose parameter groups are not all of one process group.
     """
     found = []
     for each in models:
@@ -183,7 +186,10 @@ def _cycle(group: dist.ProcessGroup, operation: str, buckets: Sequence[Sequence[
 
 
 def _numel(issued: IssuedCollective, operation: str) -> int:
-    """Returns the elements of a collective by its text; 0 if it is another operation or has several tensors."""
+    """Returns the elements of the first tensor of a collective, read from its text.
+
+    0 if `operation` is not a part of the name of its operation, or if its text has no sizes.
+    """
     found = _SIZED.match(issued.what)
     if found is None or operation not in found["operation"]:
         return 0

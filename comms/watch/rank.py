@@ -57,7 +57,7 @@ class RankStatus:
         seconds: Time by the rank's monotonic clock.
         groups: Group or channel -> its state.
         activity: Activity of the main thread -> seconds so far.
-        lines: Activity -> line of the training script in which it was seen most often.
+        lines: Activity -> line of the training script in which it was seen most often since the previous status.
         at: Line in which the main thread is; None if it is not known.
         leaves: Error with which the rank is about to end; None while it runs.
         links: `own address>peer's` -> what the connections with that host have sent.
@@ -133,7 +133,7 @@ class RankLog:
                 group.ends.append(point)
 
     def links(self, seconds: float) -> Mapping[str, LinkState]:
-        """Returns what this process's connections with other hosts have sent, read once a second.
+        """Returns what this process's connections with other hosts have sent: `connection_states`, up to a second old.
 
         Args:
             seconds: Present time.

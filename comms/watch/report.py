@@ -13,7 +13,10 @@ MOST_LINKS = 8
 
 
 def late_in_words(late: WatchStraggler, host: str, how: str, longest_in: str = "") -> str:
-    """Returns `rank 2 on node1 is late, from 14 s on: ranks 0, 1, 3 of group default wait for it 12% of the time; ...`.
+    """Returns `rank 2 on node1 is late, from 14 s on: ranks 0, 1, 3 of group default wait for it 12% of the time`.
+
+    `longest_in` follows; and, if it is known what the rank does for longer than the others (`busy_with`), `; it spends
+    the time in the data loader (train.py:40 in load)`, with the line in parentheses if that is known as well.
 
     Args:
         late: The straggler.
@@ -35,11 +38,11 @@ class Episode:
     """Episode in which one rank was late.
 
     Attributes:
-        late: The straggler as it was last seen.
+        late: The straggler as it was named, or as it was last seen with a known `busy_with`.
         host: Host of the rank.
         began: Begin, in seconds since the watch began.
         ended: End, in seconds since the watch began; None while it lasts.
-        waited_in: Collective in which the others wait longest for it; None before the ranks have been asked.
+        waited_in: Collective in which the others wait longest for it; None while it is not known, and for a channel.
         requested: Number of requests for it.
     """
 
@@ -67,7 +70,8 @@ class GroupSummary:
         name: Name that ranks use for it: `default`, `3 (mesh_shard)`, `default: 0 to 1`.
         ranks: Ranks of the group, or sender and receiver of the channel, in the default group.
         collectives: Number of collectives or messages that have ended, on the rank with most.
-        waited: Rank -> seconds for which it had something in flight, or waited for a message.
+        waited: Rank -> seconds for which it had something in flight. For a channel: seconds in which its threads waited
+            for messages of the channel's group, in whatever channel.
     """
 
     name: str
@@ -88,7 +92,7 @@ class WatchReport:
         decided: True if there were enough slices to name a late rank.
         stalls: Sentences about stalls.
         disagreements: Sentences about ranks that issued different collectives.
-        links: Traffic from each host to each other one over TCP.
+        links: Traffic from each host to each other one over TCP, if it was 1 MiB or more.
         slow_links: Episodes in which a link was slow, ascending by their begin.
     """
 

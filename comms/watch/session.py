@@ -95,7 +95,10 @@ class Session:
         return self.is_unanswered or not dist.is_initialized() or dist.group.WORLD is not self.group
 
     def poll(self) -> None:
-        """Records the progress of this rank's groups; publishes its status if it is time."""
+        """Records the progress of this rank's groups; publishes its status if it is time.
+
+        Never raises: an error is logged, and after `MOST_FAILURES` without a status in between the session is over.
+        """
         now = time.monotonic()
         publishes = now >= self._next_status
         try:
@@ -164,7 +167,8 @@ class Session:
     def leave(self, why: str) -> None:
         """Has all ranks compare their last collectives before this one ends, because others may wait for it.
 
-        Returns once they are compared, or after `CONCLUDE_SECONDS`. Never raises.
+        Returns once rank 0 has compared them. If it has not within `CONCLUDE_SECONDS`, this rank compares them and logs
+        who disagrees; if the store is gone, it logs its own last collectives. Never raises.
 
         Args:
             why: Error or signal with which this rank ends.

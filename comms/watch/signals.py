@@ -30,8 +30,9 @@ handler, which is not held."""
 class Signals:
     """Receives `REPORT`, `END` and held aborts, unless the program handles them itself.
 
-    Nothing is received if the program has a wakeup descriptor of its own, or if this is made in another thread than the
-    main one. Also enables `faulthandler`, so that the stacks of all threads are printed if C++ ends the process.
+    Nothing is received, not even aborts, if the program handles both signals or has a wakeup descriptor of its own, or
+    if this is made in another thread than the main one. Also enables `faulthandler` if stderr has a descriptor, so that
+    the stacks of all threads are printed if C++ ends the process.
 
     Thread safety: made and closed in the main thread; `come`, `hold_abort`, `let_abort_go`, `release` and `end` may be
     called from any thread.
@@ -98,7 +99,10 @@ class Signals:
         self._mine = []
 
     def leave_to_parent(self) -> None:
-        """Restores the default actions in a forked child, so that its signals are not passed to the parent's watch."""
+        """Restores the default actions in a forked child, so that its signals are not passed to the parent's watch.
+
+        Closes the child's copies of the pipe: nothing is received there any more.
+        """
         if self._reading is None:
             return
         if (set_now := signal.set_wakeup_fd(-1)) != self._writing:
@@ -110,7 +114,10 @@ class Signals:
         self._reading, self._mine = None, []
 
     def close(self) -> None:
-        """Restores the default action of the signals: from now on they act at once. For the main thread."""
+        """Restores the default action of the signals: from now on they act at once.
+
+        Does nothing in another thread than the main one.
+        """
         if threading.current_thread() is threading.main_thread():
             for number in filter(self._is_mine, self._mine):
                 signal.signal(number, signal.SIG_DFL)
@@ -119,9 +126,13 @@ class Signals:
     def hold_abort(self, seconds: float) -> None:
         """Delays C++ aborts (SIGABRT) from now on, so that the watch can write its report before the process ends.
 
-        An abort then waits for `let_abort_go`, or `seconds`, and is among the signals of `come` as `HELD_ABORT`. It is
-        called again and again, because a library may have replaced the handler since. It does nothing if this object
-        receives no signals, or if the interpreter does not say which handler there is.
+        An abort then waits for `let_abort_go`, or `seconds`, and is among the signals of `come` as `HELD_ABORT`. After
+        that the handler that was there before runs, such as faulthandler's. Not held are aborts of a thread that holds
+        the interpreter (the GIL), because no Python code could run meanwhile, and those in a forked child. Call this
+        again and again, because a library may have replaced the handler since.
+
+        It has no effect if this object receives no signals, or if it cannot be found out which thread holds the
+        interpreter (no `PyGILState_Check` in the process) or which handler there is.
 
         Args:
             seconds: Longest time for which an abort is held.
@@ -130,11 +141,14 @@ class Signals:
             log.debug("an abort of C++ cannot be held up: this interpreter does not say who has it")
 
     def let_abort_go(self) -> None:
-        """Lets an abort that is held end the process, and later ones at once."""
+        """Lets an abort that is held end the process, and later ones at once, until `hold_abort` is called again."""
         native.let_abort_go()
 
     def come(self) -> frozenset[int]:
-        """Returns the signals received since the last call, among them `HELD_ABORT`; never waits."""
+        """Returns the signals received since the last call, and `HELD_ABORT` if an abort is held; never waits.
+
+        Signals that the program has handled itself since are left out.
+        """
         if self._reading is None:
             return frozenset()
         try:

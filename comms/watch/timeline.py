@@ -62,7 +62,8 @@ def timeline(parts: Mapping[int, TimelinePart], hosts: Mapping[int, str]) -> dic
     """Returns the contents of a file in the Trace Event Format: a process for each rank, a track for each group.
 
     Args:
-        parts: Rank -> times of its last collectives, of the ranks that have responded.
+        parts: Rank -> times of its last collectives, of the ranks that have responded. Times of a rank that
+            `clock_offsets` leaves out are drawn by its own clock.
         hosts: Rank -> its host.
     """
     offsets = clock_offsets(parts)

@@ -36,7 +36,9 @@ class TimelineWriter:
         self._next = 0.0
 
     def go_on(self, hosts: Mapping[int, str], now: float) -> None:
-        """Requests a timeline if it is time, or writes the one whose responses are complete.
+        """Requests a timeline if it is time, or writes the requested one once all ranks have responded or time is over.
+
+        After an error of writing, which is logged, no more timelines are requested.
 
         Args:
             hosts: Rank -> its host.

@@ -130,7 +130,9 @@ class Disagreement:
 def find_disagreement(
     group: str, issued: Mapping[int, Sequence[IssuedCollective]], *, lines: bool
 ) -> Disagreement | None:
-    """Returns the first collective of a group in which ranks differ; None if they do not.
+    """Returns the first collective of a group in which ranks differ, of those that all ranks with any have sent.
+
+    None if they do not differ, or fewer than two ranks have sent any.
 
     Args:
         group: Name of the group or channel.
@@ -192,7 +194,10 @@ def find_absent(
 
 
 def what_in_words(stuck: Stuck, responses: Responses) -> str:
-    """Returns `collective 7 of group default (all_reduce of [10] Float, issued at train.py:3 in step)`."""
+    """Returns `collective 7 of group default (all_reduce of [10] Float, issued at train.py:3 in step)`.
+
+    What it is and its line are those that most of the waiting ranks give; they are left out if no rank gives them.
+    """
     what = one_in_words(stuck.group, stuck.number)
     issued = [
         each
@@ -209,7 +214,9 @@ def what_in_words(stuck: Stuck, responses: Responses) -> str:
 def stuck_in_words(
     stuck: Stuck, statuses: Mapping[int, RankStatus], responses: Responses, hosts: Mapping[int, str]
 ) -> str:
-    """Returns a sentence about the ranks that have not issued a collective, or not sent a message.
+    """Returns a sentence about the ranks that have not issued a collective, or not sent or asked for a message.
+
+    The errors with which such ranks end follow it, as far as they have published them.
 
     Args:
         stuck: The stall.

@@ -53,7 +53,10 @@ _watch: "Watch | None" = None
 
 
 class Watch:
-    """Watch of this process.
+    """Watch of this process, which begins at once.
+
+    It wraps torch's methods for messages, sets `sys.excepthook` and, if the program does not, the handlers of
+    `signals.Signals`, starts a background thread that watches, and has Python call `close` at exit.
 
     Thread safety: `report` may be read from any thread; `close` is for the main thread.
 
@@ -95,7 +98,10 @@ class Watch:
         leave_to_parent(self)
 
     def leave_to_parent(self) -> None:
-        """Turns the watch off in a forked child, which has no thread, and must not use its parent's connection."""
+        """Turns the watch off in a forked child, which has no thread, and must not use its parent's connection.
+
+        The child's report is the one of the last group whose watch had ended before the fork; None if there was none.
+        """
         atexit.unregister(self.close)
         # A new event, because that of the parent may be locked.
         self._closed = threading.Event()
@@ -104,14 +110,18 @@ class Watch:
 
     @property
     def report(self) -> "WatchReport | None":
-        """Findings so far on rank 0; None on other ranks, and before there was a default group."""
+        """Findings so far on rank 0 about the present default group, or about the last one if there is none now.
+
+        None on other ranks, and before there was a default group.
+        """
         return self._last if self._session is None else self._session.report
 
     def close(self) -> None:
         """Ends the watch; rank 0 logs its report and writes the JSON file. Python calls it at exit.
 
-        Restores torch's methods and `sys.excepthook`, and lets signals act again. If SIGTERM has come while the watch
-        handled it, the process ends here. A second call does nothing.
+        Waits up to 1.2 s for the watch's thread. Exports the metrics a last time, restores torch's methods and
+        `sys.excepthook`, and lets signals act again. If SIGTERM has come while the watch handled it, the process ends
+        here. A second call does nothing.
         """
         if self._closed.is_set():
             return
@@ -182,7 +192,7 @@ class Watch:
             Signals.end()
 
     def _connect(self, group: dist.ProcessGroup) -> "Session | None":
-        """Opens a session; returns None if the store is gone, or the watch or the group ends meanwhile.
+        """Opens a session; returns None if the store is gone (logged), or the watch or the group ends meanwhile.
 
         Torch tries to connect to a store whose server is gone until the time-out of the group, and forever if the
         server is stopped (torch 2.13: twice 20 s for a time-out of 20 s). So it connects in another thread, while this
@@ -213,7 +223,7 @@ class Watch:
             Signals.end()
 
     def _group(self) -> dist.ProcessGroup | None:
-        """Returns the default group if it has several ranks and its store responds; None otherwise."""
+        """Returns the default group; None if there is none, it has one rank, or its store was found not to respond."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         group = dist.group.WORLD
@@ -286,14 +296,14 @@ def watch(
 
     Args:
         stall_seconds: Time without progress of a group until a warning names the missing ranks and their lines.
-        json: File to which rank 0 writes its report at the end.
+        json: File to which rank 0 writes its report at the end; None writes none.
         metrics: File for node_exporter's textfile collector, or port for Prometheus on the loopback address of rank 0's
-            host.
+            host; None exports none.
         trace: File for a timeline of the last collectives of all ranks and groups, for https://ui.perfetto.dev. Rank 0
-            replaces it every ten seconds, and when something hangs.
+            replaces it every ten seconds, and when something hangs or ranks disagree. None writes none.
 
     Returns:
-        The watch of this process. There is only one: a second call returns the first one's.
+        The watch of this process. There is only one: a second call returns the first one's, and ignores its arguments.
 
     Raises:
         ValueError: `stall_seconds` is not a positive number.

@@ -76,7 +76,7 @@ class WatchStore:
         self._put("status", asdict(status))
 
     def publish_groups(self, members: Mapping[str, Sequence[int]]) -> None:
-        """Publishes the process groups of this rank and its host, if the number of groups has changed.
+        """Publishes the process groups of this rank and its host, if the number of groups is not that of the last call.
 
         Args:
             members: Group -> its ranks in the default group.
@@ -107,7 +107,7 @@ class WatchStore:
         return self._store.add(REQUESTED, 0)
 
     def respond(self, issued: Issued, timeline: Issued | None) -> int:
-        """Responds to requests that have come since the last call; each one is responded to once.
+        """Responds to the newest request of each kind, if it has come since the last call; older ones get no response.
 
         Args:
             issued: Called for the response to a request for collectives.
@@ -131,7 +131,7 @@ class WatchStore:
         return self._read(f"response/{request}", _RESPONSE)
 
     def request_timelines(self) -> int:
-        """Requests the times of the last collectives of all ranks; returns the number of the request."""
+        """Makes a new request for the times of the last collectives of all ranks; returns its number, from 1."""
         return self._store.add(TIMELINES, 1)
 
     def timelines(self, request: int) -> dict[int, TimelinePart]:
