@@ -311,7 +311,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 `LARGE_NBYTES` (256 KiB).
 
         Raises:
-            RuntimeError: A rank did not join.
+            RuntimeError: A rank did not join, has exited or has aborted; or gradwire is closed.
+            OSError: Shared memory cannot be allocated or mapped.
         """
         own: dict[tuple[Lane, tuple[int, ...]], bool] = {}
         for (lane, members), sends_parts in wanted.items():
@@ -357,7 +358,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 group.disconnect()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Releases shared memory, connections and communicators. Uses of a new (lane, members) then raise RuntimeError.
+        """Releases shared memory, connections and communicators. Later uses of a (lane, members) raise RuntimeError.
 
         NCCL's communicators are closed in the order in which they were made, which is the same on all ranks; each after
         all members have finished with it, unless this rank has aborted.

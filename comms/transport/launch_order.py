@@ -174,7 +174,7 @@ class Devices:
         """Adds a communicator; makes all of a device run one after the other if that is necessary.
 
         It is if NCCL does not keep the order of launches and the kernels of all of them do not fit on the device
-        together.
+        together. The first time on a device, a warning is logged.
 
         Args:
             issuer: Object that issues on the communicator.

@@ -196,7 +196,15 @@ class MpiGroup:
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
-        """Starts an MPI alltoallv; MPI itself decides how to send messages of any size."""
+        """Starts an MPI alltoallv; MPI itself decides how to send messages of any size.
+
+        Args:
+            output: 1-D; takes the runs that arrive, in rank order.
+            source: 1-D; the runs to send, in rank order.
+            output_splits: Elements that arrive from each rank, this one included.
+            source_splits: Elements for each rank, this one included.
+            largest_nbytes: Not used; gloo's transports need it.
+        """
         width = source.element_size()
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Ialltoallv(
@@ -206,7 +214,10 @@ class MpiGroup:
         return _Request(request, (sent, received), "exchange", self)
 
     def abort(self, reason: str) -> None:
-        """See `Abortable.abort`. MPI itself continues with what it has begun."""
+        """Ends this rank's waits, present and later ones, with a PeerError with `reason`; no collective may begin.
+
+        MPI itself continues with what it has begun. May be called from any thread.
+        """
         self.reason = reason
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ class NcclCalls:
         return lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options)
 
     def all_reduce(self, tensor: Tensor, scale: float) -> Call:
-        """Returns the call of an all-reduce of `scale * tensor`, in place."""
+        """Returns the call of an all-reduce of `scale * tensor`, in place; may multiply now, see `summing`."""
         flat = _real(tensor)[0]
         options = self.summing(flat, scale).all_reduce
         return lambda: self._group.allreduce([flat], options)
@@ -236,7 +236,8 @@ class NcclCalls:
         Args:
             output: Overwritten with the rows that arrive, in rank order.
             source: Rows to send, in rank order.
-            bounds: `size + 1` ascending offsets of each rank's rows in `source`; empty if all have equally many.
+            bounds: `size + 1` ascending offsets of each rank's rows in `source`, the same on all ranks: this rank
+                receives from every rank as many rows as it has for itself. Empty if all get equally many.
         """
         target, own = _flat(output), _flat(source)
         received: list[int] = []
@@ -253,7 +254,8 @@ class NcclTransport:
 
     Sums, broadcasts and `all_gather_slices` work in the tensor itself; `all_to_all` and `all_gather` write to `output`.
     None allocates memory for data. A collective that needs several calls of NCCL issues them as one group call if
-    `group_calls` is True. NCCL decides how narrow dtypes are summed; see docs/develop/cuda.md.
+    `group_calls` is True. NCCL decides how narrow dtypes are summed; see docs/develop/cuda.md. Each returns at once,
+    and raises a PeerError after `abort`.
 
     Thread safety: collectives are issued from one thread at a time. `abort` may be called from any thread.
 
@@ -306,6 +308,8 @@ class NcclTransport:
     def connect(self, device: torch.device, timeout: timedelta) -> None:
         """Connects the ranks now and not at the first collective; returns when all of them have joined.
 
+        On a user's own group, this is an all-reduce of one number, which connects it if it is not connected yet.
+
         NCCL connects in one call that returns when all ranks have joined and cannot be ended: torch's `abort` only
         reaches connected communicators. So a background thread makes the call, and is abandoned if this rank aborts or
         `timeout` is over.
@@ -315,7 +319,8 @@ class NcclTransport:
             timeout: Longest wait for all ranks.
 
         Raises:
-            PeerError: A rank did not join in time, or `abort` was called meanwhile.
+            OverdueError: A rank did not join in time.
+            PeerError: `abort` was called meanwhile.
             RuntimeError: NCCL could not connect.
         """
         failed: list[BaseException] = []
@@ -350,7 +355,8 @@ class NcclTransport:
         """Issues a reduce-scatter of equal or unequal slices, in place.
 
         Equal slices are one native reduce_scatter in place, and one reduce for what the last rank has beyond that;
-        unequal slices are a reduce each. Several calls are one group call if the group supports that.
+        unequal slices that are not empty are a reduce each. Several calls are one group call if the group supports
+        that.
         """
         self._check()
         flat, bounds = _real(tensor, bounds)
@@ -453,12 +459,16 @@ class NcclTransport:
     def close(self, seconds: float = CLOSE_SECONDS, finished: PollingStore | None = None) -> None:
         """Ends torch's threads and the connections within a time limit, unless the group is the user's own.
 
+        Of a user's own group, only an abort that has begun is waited for. If an abort does not end in time, a warning
+        is logged, and it is left to itself.
+
         Every rank waits until its collectives are done and the other ranks have published the same; then it aborts the
         communicator. Torch's `shutdown` is not used: NCCL waits there for the other ranks, and torch holds a lock
         meanwhile that `abort` needs.
 
         Args:
-            seconds: Longest wait for collectives in flight and for the other ranks, together.
+            seconds: Longest wait for collectives in flight and for the other ranks, together; after that, the abort is
+                waited for as long again, at least `ABORT_SECONDS`.
             finished: Store in which the members publish that they have finished; None does not wait for them.
         """
         if self._owned and self._aborting is None:
@@ -503,7 +513,17 @@ class NcclTransport:
             raise PeerError(self._reason)
 
     def _issue(self, calls: Sequence[Call]) -> Work:
-        """Issues collectives; several as one group call if the group supports that."""
+        """Issues the calls of a collective in order, several as one group call if `group_calls`; returns one work.
+
+        If this communicator has a `serializer`, the current stream first waits for the last collective of another
+        communicator of the device, and these calls are recorded as the last ones. On a user's own group, torch's
+        watchdog waits `WATCHDOG_MARGIN` longer for them than the user's time-out, which is set again afterwards.
+
+        The works are kept until the next call, for `is_done`.
+
+        Args:
+            calls: Functions that issue one collective each; may be empty.
+        """
         if self.serializer is not None:
             self.serializer.wait_for_others(self._group)
         own_timeout = None if self._owned else self._watched_later()
@@ -645,6 +665,8 @@ def equal_slices(bounds: Sequence[int]) -> int:
 @lru_cache(maxsize=64)
 def multiplies_exactly(dtype: torch.dtype, scale: float) -> bool:
     """Returns True if NCCL multiplies by `scale` as precisely as torch; NCCL rounds the factor to the dtype first.
+
+    False for dtypes other than float16, bfloat16, float32 and float64.
 
     1/6 in bfloat16 is 0.2 % too large, for every element of every gradient; powers of two are exact.
     """

@@ -42,6 +42,8 @@ LEAST_TRIPS = 2.0
 def next_pace(pace: float | None, rates: Sequence[float], gain: float = GAIN) -> float:
     """Returns the limit for all connections together, in bytes per second.
 
+    It is `gain` times the largest rate; `GROWTH` times the last limit if the latest rate came near that (`LIMITED`).
+
     Args:
         pace: Limit during the last message, in bytes per second; None if there was none.
         rates: Measured rates of messages in bytes per second, the latest one last; not empty.

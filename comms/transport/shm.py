@@ -111,7 +111,8 @@ class ShmGroup:
     """The collectives of `Transport` among ranks that share memory; all ranks call `create`.
 
     Every rank adds in rank order, so the bits are the same on all ranks and in every run. float16 and bfloat16 are
-    summed in float32 and rounded once. A collective is done when its call returns.
+    summed in float32 and rounded once. A collective is done when its call returns, and raises what `all_reduce` raises;
+    `bounds`, a `root` or an `output` that does not fit is a ValueError.
 
     Thread safety: collectives are called from one thread at a time. `abort` may be called from any thread.
     """

@@ -83,7 +83,7 @@ class RankOrder:
     """Adds in rank order, the same for every element."""
 
     def sum(self, slices: SlicesToSum, target: Tensor, start: int, size: int) -> None:
-        """Adds the slices to `target` in rank order."""
+        """Sums the slices into `target`, in rank order."""
         slices.sum(target)
 
 
@@ -98,7 +98,7 @@ class RingOrder:
     rings: Rings
 
     def sum(self, slices: SlicesToSum, target: Tensor, start: int, size: int) -> None:
-        """Adds the slices to `target` in the order in which gloo's ring would add them."""
+        """Sums the slices into `target`, in the order in which gloo's ring would add them."""
         slices.sum_as_rings(target, ring_runs(self.rings, start, start + target.numel(), size, target.element_size()))
 
 

@@ -112,7 +112,10 @@ class TorchTransport:
         return Waiting(work, self._aborted or (lambda: None), self._timeout, self._in_flight)
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """Starts gloo's ring all_reduce: each element is summed on one rank and copied to the others."""
+        """Multiplies the tensor by `scale`, then starts gloo's all_reduce of it, in place.
+
+        Gloo sums in a ring: each element is summed on one rank and copied to the others.
+        """
         scale_in_place(tensor, scale)
         return self._waiting(self._group.allreduce([tensor], dist.AllreduceOptions()))
 
@@ -153,8 +156,9 @@ class TorchTransport:
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """Copies every rank's slice to all ranks, in place.
 
-        Equal slices are sent by one all_gather, and a single slice that is not empty by a broadcast. In all other cases
-        every rank sends its slice to each other rank, and forwards nothing.
+        Equal slices are sent by one all_gather; if only the last one is longer, what it has beyond that by a broadcast.
+        A single slice that is not empty is sent by a broadcast. In all other cases every rank sends its slice to each
+        other rank, and forwards nothing.
 
         Args:
             tensor: 1-D; slices of the other ranks are overwritten.
@@ -251,7 +255,16 @@ class GlooTransport(TorchTransport):
         self._sockets.shut_down()
 
     def drain(self, seconds: float) -> bool:
-        """Waits until nothing uses a tensor of this transport any more, after `disconnect`; see `works.drain`."""
+        """Waits until nothing uses a tensor of this transport any more, after `disconnect`; see `works.drain`.
+
+        Also closes gradwire's own connections, if there are any.
+
+        Args:
+            seconds: Longest wait for gloo's works, and again for the thread of those connections.
+
+        Returns:
+            Whether nothing uses them any more.
+        """
         return drain(self._in_flight, seconds) and (self._streams is None or self._streams.drain(seconds))
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
@@ -305,8 +318,9 @@ class GlooTransport(TorchTransport):
             collectives: Collectives to issue; the same on both ranks, in the same order.
 
         Returns:
-            The work of all of them; None, with nothing issued, if there are more ranks or unequal parts, or so many
-            bytes that separate messages cost no more.
+            The work of all of them; None, with nothing issued, if there is only one collective, if there are not two
+            ranks, if parts are unequal, or if they have so many bytes (`TOGETHER_NBYTES`) that separate messages cost
+            no more.
         """
         if (
             len(collectives) < 2

@@ -81,10 +81,11 @@ class Waiting:
     in_flight: dict[int, BackendWork] | None = None
 
     def wait(self) -> None:
-        """Waits for gloo's work, and asks once a second whether another rank has aborted.
+        """Waits for gloo's work, and asks once a second whether another rank has aborted, if `abort_reason` is given.
 
         Raises:
-            RuntimeError: Gloo's own error; or `timeout` and `MAKING_MARGIN` are over.
+            RuntimeError: Gloo's own error; without `abort_reason` also gloo's own time-out.
+            OverdueError: `timeout` and `MAKING_MARGIN` are over.
             PeerError: Another rank has aborted.
         """
         if self.abort_reason is None:

@@ -157,7 +157,7 @@ class MessageNotes:
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Wraps torch's `ProcessGroup.send`, `recv`, `recv_anysource` and `Work.wait`, for all groups of the process."""
+        """Wraps torch's `ProcessGroup.send`, `recv`, `recv_anysource` and `Work.wait`, for every group."""
         group = dist.ProcessGroup
         self._undo = [
             wrap_method(group, "send", partial(self._message, sends=True)),
