@@ -41,7 +41,7 @@ ALPHA_SECONDS: dict[AlphaKind, float] = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "netw
 
 
 def pcie_bytes_per_second(link: PcieLink | None) -> float | None:
-    """Returns the rate of a PCIe link, or None if its speed is unknown or belongs to an emulated bridge.
+    """Returns the rate of a PCIe link; None if its speed or width is unknown or belongs to an emulated bridge.
 
     Args:
         link: Rate and width of the link.

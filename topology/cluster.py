@@ -38,6 +38,9 @@ class Link:
             ring or tree over all ranks crosses through every GPU in turn and reaches all NICs (`spread`).
         presumed: True if these figures are assumptions: neither published, nor set by the user, nor measured.
         nvlink: True between hosts of one NVLink domain, which exchange over NVLink and use no NIC.
+
+    Raises:
+        ValueError: A time is negative or not finite, a rate or share is not above 0, or a number is below 1.
     """
 
     alpha_seconds: float
@@ -104,6 +107,9 @@ class Level:
     Attributes:
         name: One of `LEVEL_NAMES`.
         link: Costs of a message; where units differ, those of the slowest unit.
+
+    Raises:
+        ValueError: One of `unit_rates` is not a finite number above 0.
     """
 
     name: str
@@ -125,10 +131,15 @@ class Level:
         return replace(self.link, bytes_per_second=self.unit_rates[unit]) if self.unit_rates else self.link
 
     def with_rates(self, rates: Sequence[float]) -> "Level":
-        """Returns a copy of the level with measured or configured rates; equal rates are stored once, in the link.
+        """Returns a copy of the level with measured or configured rates: its link gets the least of them.
+
+        `unit_rates` gets all of them if they differ, and is empty if all are equal.
 
         Args:
             rates: Bytes per second of each unit, in the order of `Cluster.units(level - 1)`; not empty.
+
+        Raises:
+            ValueError: A rate is not above 0, or not finite where the rates differ.
         """
         link = replace(self.link, bytes_per_second=min(rates))
         return replace(self, link=link, unit_rates=tuple(rates) if len(set(rates)) > 1 else ())
@@ -182,7 +193,7 @@ class Cluster:
 
     Raises:
         ValueError: `locations` is empty, `levels` does not fit it, or a level has another number of `unit_rates` than
-            it has units.
+            there are units below it; level 0 may have none.
     """
 
     locations: tuple[tuple[int, ...], ...]

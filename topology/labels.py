@@ -226,7 +226,7 @@ class Labels:
         return sum(known) if known and len(known) == len(rates) else None
 
     def c2c(self, gpu: Gpu) -> str:
-        """Returns `C2C 224 GB/s` for a GPU with a chip-to-chip link to its CPU, else nothing.
+        """Returns `C2C 224 GB/s` for a GPU with a chip-to-chip link to its CPU, `C2C` if its rate is unknown, or "".
 
         Args:
             gpu: A GPU of the machine.

@@ -197,7 +197,10 @@ class Distances:
 
     @cached_property
     def _over_c2c(self) -> dict[str, frozenset[str]]:
-        """Returns GPU with a chip-to-chip link to its CPU -> NICs that NCCL reaches over it: those of `local_nics`."""
+        """Returns GPU with a chip-to-chip link to its CPU -> its local NICs, see `local_nics`.
+
+        NCCL reaches over the link those of them that are at PHB, and not those below a switch that the GPU is below.
+        """
         coherent = {link.a for link in self.machine.links if link.kind == "c2c"}
         rates = {nic.key: nic_bytes_per_second(nic) for nic in self.machine.nics} if coherent else {}
         gpus = (gpu for gpu in self.machine.gpus if gpu.key in coherent)
@@ -206,7 +209,7 @@ class Distances:
         }
 
     def gpu_gpu(self, a: Gpu, b: Gpu) -> PathType | None:
-        """Returns the best path between two GPUs, or None where it is unknown.
+        """Returns the best path between two GPUs, or None where it is unknown. What the source states goes first.
 
         Args:
             a: A GPU of the machine.

@@ -91,7 +91,10 @@ class Host:
 
     @cached_property
     def gpus(self) -> tuple[PciFunction, ...]:
-        """Returns the NVIDIA GPUs on the bus; in a container only those that the driver shows, not all of sysfs."""
+        """Returns the NVIDIA GPUs on the bus; only those that the driver shows if this is, or may be, a container.
+
+        If the driver shows none, all of the bus.
+        """
         gpus = tuple(function for function in self.tree.of_class(0x03) if function.vendor == NVIDIA)
         given = {gpu.bus_id for gpu in self.facts.gpus or ()}
         return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or self.process.container == "")
@@ -108,7 +111,10 @@ class Host:
 
     @cached_property
     def capable(self) -> tuple[RdmaNic, ...]:
-        """Returns every PCI function that could do RDMA, without those handed to virtual machines."""
+        """Returns every PCI function that could do RDMA; those without an RDMA device only if this host could use them.
+
+        That is, neither those handed to virtual machines (vfio-pci) nor virtual functions without a driver.
+        """
         found: dict[str, list[RdmaDevice]] = {}
         for device in self.rdma_devices or ():
             if device.bus_id in self.tree.functions and not device.software:

@@ -32,7 +32,8 @@ class Proof:
 def prove_with_nccl(command: Sequence[str], *, one_host: bool, rank: int) -> Proof:
     """Runs an all-reduce among the ranks of torchrun twice: as configured, and with GPUDirect RDMA off.
 
-    If the first run fails, there is no second one, because the other ranks have stopped as well.
+    All ranks call it. Each run takes three minutes at most. If the first one fails, there is no second one, because the
+    other ranks have stopped as well. An error is printed to stderr, and is in the result.
 
     Args:
         command: Command line of the all-reduce: a program that takes `--label NAME` and prints

@@ -36,7 +36,7 @@ def _coloured(outcome: CheckOutcome) -> str:
 
 
 def print_report(host: Host, report: GdrReport, console: Console, all_pairs: bool = False) -> None:
-    """Prints checks, pairs and verdicts.
+    """Prints checks, channels of the log, pairs, verdicts, and the first cause with its fix.
 
     Args:
         host: The machine as it was read.

@@ -8,6 +8,8 @@ from gradwire.topology.gdr.process_context import CAP_SYS_ADMIN
 def where_am_i(host: Host) -> Finding:
     """Decides what can be seen: only root sees the PCI configuration space beyond its first 64 bytes.
 
+    Warns unless the process is root and has CAP_SYS_ADMIN, as far as its capabilities are known.
+
     Command: `id -u; grep CapEff /proc/self/status; cat /proc/1/cgroup; systemd-detect-virt`
     Source: Linux Documentation/PCI/sysfs-pci.rst (config), capabilities(7).
     """
@@ -23,6 +25,8 @@ def where_am_i(host: Host) -> Finding:
 def sysfs_readable(host: Host) -> Finding:
     """Checks that the PCI bus can be listed: NCCL builds its topology from it.
 
+    Fails if it is missing or empty; warns if some of its entries cannot be read.
+
     Command: `ls /sys/bus/pci/devices`
     Source: NCCL user guide, Troubleshooting, section Topology detection.
     """
@@ -36,7 +40,9 @@ def sysfs_readable(host: Host) -> Finding:
 
 
 def kernel_command_line(host: Host) -> Finding:
-    """Checks the kernel's command line for parameters that change CPU affinity or the IOMMU.
+    """Checks the kernel's command line for numa=off; other parameters of NUMA, IOMMU and PCI are only shown.
+
+    With numa=off every device claims to be near every CPU.
 
     Command: `cat /proc/cmdline`
     Source: Linux Documentation/admin-guide/kernel-parameters.txt.

@@ -47,6 +47,8 @@ def driver_loaded(host: Host) -> Finding:
 def gpu_can_register(host: Host) -> Finding:
     """Checks that the GPU claims to support GDR; that is no proof (an L4 does, and EFA cannot register its memory).
 
+    If libcuda was not asked, the GPU's name or device id decides.
+
     Command: `python -c "cuDeviceGetAttribute(116)"` (CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
     Source: CUDA driver API; GPUDirect RDMA guide, section 1.1 (Tesla and Quadro class).
     """
@@ -67,6 +69,8 @@ def gpu_can_register(host: Host) -> Finding:
 
 def module_flavour(host: Host) -> Finding:
     """Checks whether the kernel modules are open ones, which can export dma-buf; proprietary ones need nvidia-peermem.
+
+    Fails for proprietary modules if peer memory is known to be missing.
 
     Command: `modinfo -F license nvidia` (Dual MIT/GPL is open)
     Source: NVIDIA GPU Operator documentation, GPUDirect RDMA; open-gpu-kernel-modules kernel-open/nvidia/nv.c.
@@ -107,6 +111,8 @@ def gpu_dmabuf(host: Host) -> Finding:
 
 def bar1(host: Host) -> Finding:
     """Checks the size of BAR1, through which a NIC sees GPU memory; 256 MiB means firmware without large BARs.
+
+    Warns below 1 GiB, or below the GPU's memory if that is smaller.
 
     Command: `nvidia-smi -q -d MEMORY | grep -A3 BAR1; lspci -vs BDF | grep Region`
     Source: GPUDirect RDMA guide, section 2.5; the threshold is a judgement.
@@ -152,6 +158,9 @@ def _most_lanes(host: Host, bus_id: str) -> int | None:
 
 def nvlink(host: Host) -> Finding:
     """Checks that all NVLinks are up, and that every GPU has the same number of them.
+
+    PCIe cards without an NVLink bridge are left out. An output given with --nvlink counts instead of what the driver
+    says here.
 
     Command: `nvidia-smi nvlink --status`
     Source: NVML API reference, nvmlDeviceGetNvLinkState.

@@ -146,6 +146,8 @@ def _ports(host: Host) -> list[tuple[str, RdmaPort]]:
 def port_state(host: Host) -> Finding:
     """Checks that at least one port of the RDMA devices is ACTIVE.
 
+    Fails if none is; warns if some are not, and then fails for the pairs whose NIC has no ACTIVE port.
+
     Command: `ibstat | grep -E "State|CA '"; cat /sys/class/infiniband/*/ports/*/state`
     Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (state, phys_state).
     """
@@ -280,6 +282,8 @@ def link_layer_and_speed(host: Host) -> Finding:
 def real_hardware(host: Host) -> Finding:
     """Checks that the RDMA devices are hardware; soft-RoCE (rxe) and soft-iWARP (siw) cannot reach a GPU.
 
+    Fails if all are software; warns if some are.
+
     Command: `rdma link show; cat /sys/class/infiniband/*/hca_type`
     Source: Linux drivers/infiniband/sw/rxe and siw.
     """
@@ -297,6 +301,9 @@ def real_hardware(host: Host) -> Finding:
 
 def roce_address(host: Host) -> Finding:
     """Checks that each RoCE port has a RoCE v2 address; NCCL picks it by itself from 2.21 on.
+
+    Fails if no port has a routable one, or if NCCL_IB_GID_INDEX names none; warns if some ports have none, or if an
+    older NCCL needs that variable.
 
     Command: `show_gids; cat /sys/class/infiniband/*/ports/*/gid_attrs/types/*`
     Source: NCCL user guide, NCCL_IB_GID_INDEX and NCCL_IB_ROCE_VERSION_NUM; nccl issues 769 and 1573.
@@ -385,6 +392,8 @@ def lossless_ethernet(host: Host) -> Finding:
 def locked_memory(host: Host) -> Finding:
     """Checks that the limit of locked memory is high enough: memory is locked when it is registered.
 
+    Fails below 64 MiB, unless the process is root with CAP_IPC_LOCK; warns of every other limit.
+
     Command: `ulimit -l; grep locked /proc/self/limits`
     Source: NCCL user guide, Troubleshooting, section Memory issues; nccl-tests issue 206.
     """
@@ -405,6 +414,8 @@ def locked_memory(host: Host) -> Finding:
 
 def shared_memory(host: Host) -> Finding:
     """Checks that /dev/shm has room for NCCL's transport inside a node (Docker gives 64 MiB).
+
+    Warns if it is smaller than 1 GiB as a whole.
 
     Command: `df /dev/shm`
     Source: NCCL user guide, Troubleshooting, section Shared memory.

@@ -54,6 +54,8 @@ def distance(host: Host) -> Finding:
 def assignment(host: Host) -> Finding:
     """Checks that every GPU has a NIC of its own, if there are enough.
 
+    Warns if GPUs share a NIC while another one is nobody's nearest, or if only some GPUs have a NIC within PXB.
+
     Command: `nvidia-smi topo -m`
     Source: NCCL src/graph/search.cc (NIC selection); user guide, NCCL_PXN_DISABLE and NCCL_CROSS_NIC.
     """
@@ -202,7 +204,7 @@ def _ats(config: ConfigSpace) -> bool | None:
 
 
 def read_requests(host: Host) -> Finding:
-    """Checks that read requests are large enough to keep a NIC busy, and that GPU and NIC have the same payload size.
+    """Checks that NICs may read 4096 bytes at once, which keeps them busy, and that payload sizes of GPU and NIC agree.
 
     Command: `lspci -vvv -s NIC | grep -E "MaxPayload|MaxReadReq"`
     Source: PCIe Base 5.0 section 7.5.3.4; Oracle oci-hpc tuning scripts (MaxReadReq 4096).
@@ -254,7 +256,9 @@ def relaxed_ordering(host: Host) -> Finding:
 
 
 def nic_link(host: Host) -> Finding:
-    """Checks that no PCIe link from the NIC up to the GPU is narrower than the card or slower than the port.
+    """Checks that the NIC's PCIe link has its full width and speed, and that no bridge up to the GPU slows it down.
+
+    A bridge is named if its link is narrower than it could be, and slower than the links of all NICs on the way.
 
     Command: `lspci -vvv -s BDF | grep LnkSta` for the NIC and each bridge
     Source: Linux Documentation/ABI/testing/sysfs-bus-pci; PCIe Base 5.0 section 4.2 (encoding).

@@ -134,6 +134,8 @@ def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, 
 def dmabuf_switched_off(host: Host) -> Finding:
     """Checks that no variable turns dma-buf off if it is the only way to register GPU memory.
 
+    Also warns if a variable of EFA's plug-in lets a missing GDR go unnoticed.
+
     Command: `env | grep -E "NCCL_DMABUF_ENABLE|OFI_NCCL_DISABLE"`
     Source: NCCL src/init.cc (NCCL_DMABUF_ENABLE, default 1); aws-ofi-nccl doc (OFI_NCCL_DISABLE_DMABUF).
     """
@@ -227,7 +229,9 @@ def socket_interface(host: Host) -> Finding:
 
 
 def spelling(host: Host) -> Finding:
-    """Checks that every variable that looks like NCCL's is one that NCCL reads: none is misspelt or obsolete.
+    """Checks that no variable is obsolete, not read by this NCCL, or spelt almost like one of NCCL's.
+
+    Unknown names that begin with NCCL_ and are like no known one pass: a plug-in may read them.
 
     Command: `env | grep -E "CCL_"`
     Source: NCCL user guide, Environment Variables (old names); NERSC podman-hpc issue 136 (`CCL_NET_GDR_LEVEL`).

@@ -76,7 +76,7 @@ def registration(host: Host) -> Finding:
 
 
 def _registration_text(attempt: Registration) -> str:
-    """`peer memory EFAULT (Bad address), dma-buf ok`; one that was not tried has its reason in the note."""
+    """Returns `peer memory EFAULT (Bad address), dma-buf ok`; the note is the reason why one was not tried."""
     words = []
     for name, code in (("peer memory", attempt.peermem_errno), ("dma-buf", attempt.dmabuf_errno)):
         if code is not None:
@@ -86,6 +86,8 @@ def _registration_text(attempt: Registration) -> str:
 
 def perftest(host: Host) -> Finding:
     """Checks that writing from GPU memory is about as fast as from host memory, by the outputs of `--perftest`.
+
+    Warns below 0.8 of the rate from host memory.
 
     Command: `ib_write_bw -d DEV PEER; ib_write_bw -d DEV --use_cuda=0 [--use_cuda_dmabuf] PEER`
     Source: linux-rdma perftest README; the threshold is a judgement.
@@ -102,7 +104,17 @@ def perftest(host: Host) -> Finding:
 
 
 def nccl_log(host: Host) -> Finding:
-    """Checks that the log shows channels with GDRDMA on every rank, both ways; "Enabled for HCA" proves nothing.
+    """Checks that all network channels in the log use GDRDMA, both ways; "Enabled for HCA" proves nothing.
+
+    - PASS: no channel goes through the host, and at least one line says [send] and one [receive], of whatever ranks.
+    - UNKNOWN: all lines are of one direction, or the log shows channels inside a host alone, or nothing about channels.
+    - INFO: all channels go over NVLink between hosts.
+    - WARN: some channels go through the host, or some pairs of GPU and NIC are too far.
+    - FAIL: no network channel uses GDRDMA, or RDMA is not used at all on some host, or, without lines about channels,
+    no card can register GPU memory or all pairs are too far.
+
+    An error that ends the job is a FAIL in any case. A warning that is not known, or that the job survives, is added to
+    the text, and turns all but FAIL into WARN.
 
     Command: `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH ...; grep "via NET" LOG`
     Source: NCCL src/transport/net.cc (channel lines); nccl issue 897 (one direction only).
@@ -249,6 +261,8 @@ def _path_words(log: NcclLog) -> str:
 
 def with_and_without(host: Host) -> Finding:
     """Checks whether GDR is faster than staging in host memory; through some host bridges it is not.
+
+    Warns if the rate as configured is below 0.95 of the rate through the host.
 
     Command: `all_reduce_perf` twice, with NCCL_NET_GDR_LEVEL=LOC and without
     Source: nccl issues 1151, 1181, 1295, 1579.
