@@ -37,6 +37,8 @@ def attach(
 ) -> HookState:
     """Registers gradwire's hook on a model that is wrapped in DDP, and returns the hook's state.
 
+    If GRADWIRE_HOOK has given the model a hook, a call with other arguments than the model replaces it by a new one.
+
     Args:
         model: A DistributedDataParallel, or what `accelerator.prepare`, Lightning's `fabric.setup` or `torch.compile`
             have made of one; a Transformers Trainer's `trainer.model_wrapped`, a Lightning Trainer's
@@ -52,7 +54,8 @@ def attach(
 
     Raises:
         TypeError: There is no DDP model inside, or an option has an unknown name.
-        ValueError: The model has a hook already; a value does not fit, or differs between the ranks.
+        ValueError: The model has another hook already, one that was registered by hand, be it gradwire's; a value does
+            not fit, or differs between the ranks; or the model is one that `HookState` refuses.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
     # Return the state of the automatic hook if the call asks for nothing else.

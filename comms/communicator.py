@@ -296,7 +296,8 @@ class Communicator:
             sparse_nbytes: Size of the largest parameter whose gradient is sparse; 0 if there is none.
 
         Raises:
-            RuntimeError: A rank did not join within the time-out, or this torch has no NCCL.
+            CollectiveError: A rank did not join within the time-out, this torch has no NCCL, or any other reason; the
+                other ranks learn of it.
         """
         executor = self.executor
         before = executor.activity
@@ -349,6 +350,9 @@ class Communicator:
         self, all_reduce: AllReduce, *, scale: float = 1.0, after: float = 1.0, flush: bool = False, hold: bool = False
     ) -> None:
         """Starts an all-reduce and returns at once; completes the futures of its buckets at the end.
+
+        On CUDA it first connects, and waits for that, if `connect` was not called. If the layout of a compressed bucket
+        has changed, the compressor's state is moved before.
 
         Args:
             all_reduce: The tensors and their buckets.
@@ -499,10 +503,11 @@ class Communicator:
 
         Args:
             other: Rank on another node.
-            nbytes: Bytes that each sends to the other.
+            nbytes: Bytes that each sends to the other, rounded up to a multiple of 4.
 
         Returns:
-            Seconds that the exchange took.
+            Seconds that the exchange took, on a CPU. On CUDA the host does not wait for the device, so they are only
+            the time to issue the exchange.
         """
         transport = self._groups[(0, 0), tuple(sorted((self.rank, other)))]
         source = torch.zeros(2, -(-nbytes // 4), dtype=torch.float32, device=self.device)
@@ -606,7 +611,7 @@ class Communicator:
         return f"{name} {' '.join(','.join(map(str, node)) for node in self.cluster.nodes)}"
 
     def state_loaded(self, *, as_saved: bool = True) -> None:
-        """Records that the compressor's state was replaced; all ranks call it, between two steps.
+        """Records that the compressor's state was replaced, and forgets the plans; all ranks call it between two steps.
 
         Args:
             as_saved: True if the state was saved with the placement that ranks have now; the same on all ranks.

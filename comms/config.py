@@ -321,7 +321,11 @@ class Summing:
 
 @dataclass(frozen=True, kw_only=True)
 class Fusing:
-    """Option that decides which buckets are sent together."""
+    """Option that decides which buckets are sent together: a finite number of MiB, 0 or more, or a text.
+
+    The text is `bucket`, `auto`, `delayed`, or a file for cuts whose name ends with `.json`; `auto` and the file may be
+    followed by a colon and a number of MiB: `auto:25`, `cuts.json:25`. Everything else is a ValueError.
+    """
 
     fusion: str | float = BUCKET
     """Buckets that are sent in one all-reduce: `bucket` sends each of DDP's buckets alone; a number joins buckets up to
@@ -443,7 +447,13 @@ FUSION, WATCHING, ELASTIC = map(_names_of, (Fusing, Watching, Surviving))
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
-    """Holds all options that a user can set; equal on all ranks, except those that are "own on every rank"."""
+    """Holds all options that a user can set; equal on all ranks, except those that are "own on every rank".
+
+    Raises:
+        TypeError: The value of an option has the wrong type.
+        ValueError: The value of an option does not fit; or two exclude each other: `elastic` with `transport` mpi,
+            `elastic` with the reduction `samples`, a compressor with the reduction's `sum_dtype` float32.
+    """
 
     def __post_init__(self) -> None:
         global _made
@@ -455,7 +465,11 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         self._check_sums()
 
     def _check_sums(self) -> None:
-        """Refuses a reduction that does not go together with the compressor or with `elastic`, by a ValueError."""
+        """Refuses two combinations of options, by a ValueError.
+
+        They are the reduction's `sum_dtype="float32"` with a compressor other than `none`, and the reduction `samples`
+        with `elastic`.
+        """
         sums = self.sums
         if sums.sum_dtype != "own" and self.compressor not in (None, "none"):
             raise ValueError(

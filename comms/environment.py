@@ -33,8 +33,11 @@ def watch_wanted() -> bool:
 def watch_options() -> "WatchOptions":
     """Reads GRADWIRE_WATCH_STALL_SECONDS, GRADWIRE_WATCH_JSON, GRADWIRE_WATCH_METRICS and GRADWIRE_WATCH_TRACE.
 
+    Call it only if `watch_wanted` returns True.
+
     Raises:
-        ValueError: GRADWIRE_WATCH is in neither `ON` nor `OFF`, or the seconds are no positive number.
+        ValueError: GRADWIRE_WATCH is not in `ON` (1, true, yes, on, in any case), also if it is not set or in `OFF`; or
+            the seconds are no positive, finite number. Files and ports are not checked.
     """
     if (wanted := os.environ.get(WATCH, "")).lower() not in ON:
         raise ValueError(f"`{WATCH}` is {wanted!r}; wanted {', '.join(ON)}, or one of {', '.join(OFF)}")
@@ -55,7 +58,11 @@ gloo's recorder keeps none, NCCL's 2,000."""
 
 
 def flight_recorder_size() -> int:
-    """Returns the number of collectives that torch's flight recorder is to keep; 0 if the variable is not set."""
+    """Returns the number of collectives that torch's flight recorder is to keep; 0 if the variable is not set.
+
+    Raises:
+        ValueError: The variable is no whole number.
+    """
     return int(os.environ.get(FLIGHT_RECORDER_SIZE) or 0)
 
 

@@ -29,6 +29,9 @@ class FusionPlan:
         piece_nbytes: Size above which a bucket is cut into several all-reduces; 0 leaves buckets whole.
         delayed: True sends nothing before the step's last bucket has arrived; then all buckets of a dtype are one
             all-reduce.
+
+    Raises:
+        ValueError: `cuts` are not ascending numbers from 1 to the number of `sizes`, or a number of bytes is negative.
     """
 
     cuts: tuple[int, ...] = ()

@@ -76,7 +76,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
     Raises:
         TypeError: An option has an unknown name, `model_or_group` has another type, or the model is sharded.
         ValueError: An option has an invalid value, or another one than on other ranks; or `extra_state` or
-            `on_membership_change` is given without the option that uses them.
+            `on_membership_change` is given without the option that uses them; or `bind` refuses the model.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
 

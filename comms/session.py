@@ -598,16 +598,21 @@ class TrainingState(Generic[S]):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores what `state_dict` returned on this rank, or `gathered_state_dict`; training continues bit for bit.
 
-        Before the state has a model or has seen a bucket, `state` is kept until then, and checked then. If it is
-        refused, every step raises the same error until a state that fits is loaded. On other ranks
-        (another world size, another mesh) a state is taken only if it was flushed before it was saved (`flush()`, one
-        step, save); momenta and warm-start factors then build up again.
+        Refused at once are a damaged state, one of a newer format or of another kind (of DDP, FSDP2 or `Outer`), and
+        one that holds residuals if no compressor is set. Whether it fits model, compressor and ranks is checked once
+        the ranks have connected: before the state has a model or has seen a bucket, `state` is kept until then. If it
+        is refused then, every step raises the same error until a state that fits is loaded. On other ranks (another
+        world size, another mesh) a state is taken only if it was flushed before it was saved (`flush()`, one step,
+        save); momenta and warm-start factors then build up again.
 
         Args:
-            state: Result of `state_dict` or `gathered_state_dict`; ignored if it is empty and nothing is compressed.
+            state: Result of `state_dict` or `gathered_state_dict`. If nothing is compressed, an empty one is ignored,
+                and one without residuals is checked for damage and not used.
 
         Raises:
-            ValueError: The state is of another model, compressor, rank, world size or mesh; nothing was changed.
+            ValueError: The state is none of gradwire's, damaged, of a newer format, or of another kind, model,
+                compressor, rank, world size or mesh; or it holds residuals and no compressor is set. Nothing was
+                changed.
         """
         if not state and not self._keeps:
             return

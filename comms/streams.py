@@ -199,7 +199,7 @@ class IssuedWork:
         return self._given_up() or self._work.is_completed()
 
     def synchronize(self) -> None:
-        """Blocks the host until the collective is done."""
+        """Blocks the host until the collective is done, or has been aborted."""
         while not self.query():
             time.sleep(POLL_SECONDS)
 
