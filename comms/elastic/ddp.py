@@ -283,7 +283,11 @@ class ElasticTraining(StepListener):
         return session
 
     def _connect_first(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Connects the ranks that start together; rank 0 publishes where other processes can join.
+        """Connects the ranks that start together, and makes what repeats their operations after a rank failure.
+
+        With `extra_state`, each rank also makes the queue of requests to join, and rank 0 publishes where other
+        processes can join: the prefix of the membership's keys, under `job_key` in the store without any prefix.
+        Without `extra_state` nothing is published, and no process can join.
 
         Args:
             group: Process group of these ranks.
@@ -439,7 +443,15 @@ class ElasticTraining(StepListener):
         session.agrees = True
 
     def complete_step(self) -> None:
-        """Waits until the step's gradients are averaged on all remaining ranks, and completes DDP's futures."""
+        """Waits until the step's gradients are averaged on all remaining ranks, and completes DDP's futures.
+
+        Repeats the step after a rank failure. Also records which processes join before the next step. Does nothing if
+        the step is complete already.
+
+        Raises:
+            EvictedError: The other ranks go on without this one, or no rank is left to go on with.
+            RuntimeError: The step failed several times in a row among the same ranks.
+        """
         kept, resilient_ops = self._kept, self.resilient_ops
         if kept is not None and resilient_ops is not None and not kept.resolved:
             like = torch.zeros(1, dtype=torch.int64, device=resilient_ops.communicator.device)
@@ -449,6 +461,8 @@ class ElasticTraining(StepListener):
 
     def _attempt(self, kept: GradientBackup, resilient_ops: ResilientOps) -> Tensor:
         """Averages the step's gradients once, from their copies if the ranks have changed since they were sent.
+
+        Rank 0 also looks for processes that wait to join, and sends all ranks the number of their list.
 
         Args:
             kept: Copies of the step's gradients.

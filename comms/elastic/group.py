@@ -29,6 +29,10 @@ _LENGTH_NBYTES = 8
 class ElasticGroup(dist.ProcessGroup):
     """Runs broadcasts, sums, gathers and barriers over the ranks that are left, and repeats them after a rank failure.
 
+    Each call blocks until the operation has ended on this rank, so the works that are returned are done. All raise what
+    `ResilientOps.complete` raises: EvictedError if the other ranks go on without this one or none is left, RuntimeError
+    if the operation fails again and again among the same ranks.
+
     Args:
         resilient_ops: Repeats the collectives of this rank after a rank failure.
     """
@@ -73,10 +77,18 @@ class ElasticGroup(dist.ProcessGroup):
 
     @outside_graphs
     def allreduce(self, *arguments: object, **named: object) -> dist.Work:
-        """Sums or averages one tensor over all ranks, in place; `arguments` are ([tensor], options).
+        """Sums one tensor over the ranks that are left, in place, and blocks until it is done.
+
+        `arguments` are ([tensor], options). The operation is SUM or PREMUL_SUM or, of a floating-point tensor, AVG,
+        which divides by the number of ranks that are left. After a rank failure the sum is repeated among these from a
+        copy of the tensor, or taken from ranks that had completed it.
 
         Raises:
-            NotImplementedError: The arguments, the dtype or the operation is another one; see `SUMMED`.
+            NotImplementedError: The arguments are of another form, or the dtype (see `SUMMED`) or the operation is
+                another one.
+            ValueError: The operation is PREMUL_SUM with a factor other than 1, of a tensor of integers.
+            EvictedError: The other ranks go on without this one, or no rank is left to go on with.
+            RuntimeError: The sum failed several times in a row (`MOST_REPEATS`) among the same ranks.
         """
         match arguments:
             case [[Tensor() as tensor], AllreduceOptions() as options] if not named and tensor.dtype in SUMMED:
