@@ -151,7 +151,7 @@ class NodeCollectives:
         return self._submit(run, [output])
 
     def reduce_scatter_list(self, output: Tensor, sources: Sequence[Tensor], scale: float) -> FutureTensors:
-        """Does what `reduce_scatter` does, with a tensor for each rank in place of one source.
+        """Fills `output` on each rank r with the sum over all ranks of `scale * sources[r]`.
 
         Args:
             output: Tensor that is filled with this rank's part of the sum.

@@ -125,7 +125,19 @@ class PlannedAllReduce:
         return FutureWork(future, self._config.timeout, communicator.executor.last)
 
     def _start(self, communicator: Communicator, tensors: list[Tensor], scale: float) -> FutureTensors:
-        """Starts the sum in place for one plain tensor, else on a flat copy that is split back when it is done."""
+        """Starts the sum: in place for one plain tensor, else on a flat copy of all tensors, end to end.
+
+        Plain is a tensor that is contiguous, no lazy conjugate or negative (`is_plain`), and not made in inference
+        mode. The sums in a copy are copied back into `tensors` when they are done, before the future is.
+
+        Args:
+            communicator: Communicator of the tensors' device.
+            tensors: Dense, of one dtype and device; at least one.
+            scale: Factor on every rank's contribution; 1 for integers.
+
+        Returns:
+            Future whose value is `tensors`.
+        """
         views = [tensor.detach() for tensor in tensors]
         if len(views) == 1 and is_plain(views[0]) and not views[0].is_inference():
             return finished(communicator.all_reduce(views[0].view(-1), scale=scale), lambda: tensors)
@@ -140,7 +152,7 @@ class PlannedAllReduce:
         return finished(communicator.all_reduce(flat, scale=scale), scatter)
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks that wait for this one, and gives them the reason.
+        """Aborts all communicators; see `Communicator.abort`. Wakes the ranks that wait for this one with the reason.
 
         Args:
             reason: Text of the error that those ranks raise.
@@ -154,7 +166,14 @@ class PlannedAllReduce:
             communicator.close()
 
     def _is_better(self, device: torch.device, nbytes: int) -> bool:
-        """Decides what `beats_inner` returns for tensors of `nbytes` together."""
+        """Decides what `beats_inner` returns, for tensors of `nbytes` together on one type of device.
+
+        - Without bytes: False.
+        - On one node: True on the CPU, where sums go through shared memory; False on CUDA.
+        - On several nodes, with a plan asked for by name: True, except for `flat`.
+        - On several nodes, with `auto`: True if the plan that is predicted to be fastest is not `flat`. For CUDA this
+        makes the communicator, if there is none yet, and so waits for all ranks.
+        """
         if nbytes == 0:
             return False
         if len(self.cluster.nodes) == 1:

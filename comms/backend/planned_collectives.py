@@ -137,7 +137,10 @@ class PlannedCollectives:
         return self._reduce_scatter(output, copied, scale, keep=False)
 
     def reduce_scatter_list(self, output: Tensor, sources: Sequence[Tensor], scale: float = 1.0) -> FutureTensors:
-        """Does what `reduce_scatter` does, with a tensor for each rank in place of one source.
+        """Fills `output` on each rank r with the sum over all ranks of `scale * sources[r]`.
+
+        The sums are made in the order and precision of `reduce_scatter`. `sources` are not changed, unless `output`
+        overlaps them.
 
         Args:
             output: Any shape; the future's value is [output].

@@ -295,7 +295,13 @@ class GradwireGroup(DelegatingGroup):
     splitGroup = split_group
 
     def abort(self) -> None:
-        """Wakes all ranks that wait in this group with an error; the group cannot be used afterwards."""
+        """Ends waits in this group with an error, here and as far as possible on other ranks; it is unusable then.
+
+        Woken at once are ranks that wait in shared memory, or over a connection of gloo with this rank; by the abort
+        signal in the store, within about a second, all others that wait in a collective of CPU tensors. Ranks that wait
+        for NCCL are woken only if gradwire has a communicator for CUDA here, which it makes for sums on several nodes.
+        Not woken are ranks that wait for another rank's point-to-point message: these end by their time-out.
+        """
         reason = f"rank {self.rank()} has aborted the process group {self.group_name}"
         for part in (self._planned, self._node):
             if part:
