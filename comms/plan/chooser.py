@@ -135,7 +135,12 @@ class PlanChooser:
         return plan
 
     def with_owners(self, plan: Plan, layout: Layout | None) -> Plan | None:
-        """Returns the plan with shares that follow the links' rates; None if rates are equal, or if bits would change.
+        """Returns the plan with shares that follow the links' rates; None if the plan is to stay as it is.
+
+        It stays if no shares are known, because rates are equal or unknown; if it has no phases; if it compresses with
+        a codec that does not round each element by itself; if it is `flat` and was asked for by name, or some ranks
+        share a node; and if the shares turn out to be equal. A `flat` plan of ranks that are each on a node of its own,
+        chosen by `auto`, becomes a `hierarchical` one.
 
         Exact sums keep the order of the plan with equal shares, so the number of chunks is free. Codecs that round each
         element by itself may be cut anywhere, too. Other codecs would have other blocks, and residuals of the second

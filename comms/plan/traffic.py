@@ -80,14 +80,17 @@ class Shape:
             self.counts.append(count[ids])
 
     def parents(self, level: int) -> Ints:
-        """Returns the number of each rank's unit at `level`, whose children are the siblings."""
+        """Returns the number of each rank's unit of level `level + 1`, inside which its unit of `level` has siblings.
+
+        All are 0 at the outermost level, where all units are siblings.
+        """
         return self.unit_ids[level + 1] if level + 1 < self.depth else np.zeros(self.size, dtype=np.intp)
 
     def by_child(self, level: int, values: Callable[[int], Sequence[float]]) -> Floats:
         """Returns a value for each rank, chosen by its index among its siblings.
 
         Args:
-            level: Level of the siblings' parent: 0 for ranks inside a node.
+            level: Level of the siblings, as this class numbers them: 0 for the ranks inside a node.
             values: Function from the number of siblings to a value for each of them.
         """
         found = np.zeros(self.size)
