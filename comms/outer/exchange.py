@@ -247,7 +247,8 @@ class OuterExchange:
         that have taken different numbers of steps catch up as in `synchronize`, so all states are of one moment.
 
         Raises:
-            RuntimeError: A rank did not arrive within the time-out; or the exchange failed.
+            RuntimeError: A rank did not arrive within the time-out, has exited or has aborted; the exchange failed; a
+                load has failed halfway; or the anchors were found to differ between ranks.
         """
         self._refuse_halfway()
         if self._pending is not None:
@@ -371,10 +372,18 @@ class OuterExchange:
                 )
 
     def _begin(self, delay: int) -> None:
-        """Starts the exchange of the fragment whose turn it is.
+        """Starts the exchange of the fragment whose turn it is, and counts it as begun; no other may be in flight.
+
+        In elastic training an exchange that cannot be started, because a rank has failed, is started again when it is
+        waited for.
 
         Args:
-            delay: Number of steps after which its result takes effect; 0 applies it without further progress.
+            delay: Number of steps after which its result takes effect. With 0 no copy of the parameters is kept by
+                which later progress could be told, so the caller has to apply the result (`_apply_pending`) before the
+                next step.
+
+        Raises:
+            RuntimeError: It could not be started, without elastic training.
         """
         if not self.averaging.alone:
             self.averaging.session.listeners.step_began(self.begun)
