@@ -40,7 +40,8 @@ class Gains:
         nodes: Number of nodes.
         flat: Speed-up with one all-reduce over all ranks, as in plain DDP.
         exact: Speed-up with the best exact plan.
-        recommended: Speed-up with the recommended plan and compressor.
+        recommended: Speed-up with the recommended plan and compressor; with torch's fp16 hook if that is recommended
+            instead, see `Answer.first`.
         plain: Words for the setting of `flat` in the printed sentence.
         one: Words for the one node in the printed sentence.
     """
@@ -114,7 +115,13 @@ class Answer:
 
     @property
     def first(self) -> str | None:
-        """What is recommended before every setting of gradwire's hook; None if such a setting is recommended itself."""
+        """What is recommended before every setting of gradwire's hook; None if such a setting is recommended itself.
+
+        - `RARELY_OR_ALONE`: of several nodes and a known computing time, if no plan makes the nodes train faster than
+        one of them alone.
+        - `TORCH_HOOK`: else, if a step with gradwire's best setting takes more than 5 % longer than with torch's fp16
+        hook; without a known computing time only if that setting compresses.
+        """
         if self.gains is not None and self.gains.one_is_faster:
             return RARELY_OR_ALONE
         best = _recommended(self.advice, self.torch_hook, known=self.workload.backward_seconds > 0)
