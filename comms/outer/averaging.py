@@ -1,7 +1,7 @@
 """Averages pseudo-gradients over the ranks of a session: `FragmentAveraging` starts an exchange and waits for it.
 
 In elastic training it repeats an exchange after a rank failure. exchange.py decides when to start one, and applies its
-result. Nothing takes effect here: the compressor's new residuals are staged until `decide` commits or drops them.
+result. No average is applied here: the compressor's new residuals are staged until `decide` commits or drops them.
 """
 
 import threading
@@ -197,6 +197,8 @@ class FragmentAveraging:
     def reconnect(self, session: AveragingSession, agreement: Agreement) -> None:
         """Continues with the ranks that are left after a rank failure, and renumbers the compressor's state for them.
 
+        From then on nothing is sent if one rank is left. It repeats no exchange itself.
+
         Args:
             session: Session of the ranks that are left, with the compressor of the session before.
             agreement: Agreement of the same ranks.
@@ -209,7 +211,7 @@ class FragmentAveraging:
             communicator.state_loaded(as_saved=False)  # a failed worker may have held a part of its node's state
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all ranks of the session rank 0's values, in place.
+        """Gives all ranks of the session rank 0's values, in place and uncompressed; all of them call it.
 
         Args:
             tensors: Floating-point tensors, the same in number and shape on all ranks.
@@ -232,7 +234,7 @@ class FragmentAveraging:
             fragments: Fragments of the model.
             number: Index of the fragment.
             due: Step after which the result takes effect.
-            kept: True keeps a copy of the present parameters.
+            kept: True keeps a copy of the present parameters, in `Pending.sent`.
             compares: True makes the ranks compare the fragment's anchors meanwhile.
         """
         flat, sent = self._memory.of(fragments, number)
@@ -242,8 +244,9 @@ class FragmentAveraging:
     def launch(self, fragment: Fragment, pending: Pending) -> None:
         """Starts the all-reduce of a fragment's pseudo-gradient, and returns without waiting for it.
 
-        With one worker nothing is sent: the compressor's residual is added to the pseudo-gradient, which is the average
-        then. Nothing happens for a fragment without elements on this rank.
+        All ranks of the session call it, in the same order. The bytes are added to `nic_bytes.exchanged`. With one
+        worker nothing is sent: the compressor's residual is added to the pseudo-gradient, which is the average then.
+        Nothing happens for a fragment without elements on this rank.
 
         Args:
             fragment: Fragment of the exchange.
@@ -281,12 +284,12 @@ class FragmentAveraging:
             fragment: Fragment of the exchange.
             pending: The exchange, which `launch` has started. On return `flat` is the average, `finite` says whether
                 it is finite, and `differing` has the ranks with other anchors if anchors are compared. `error` is set
-                if the exchange fails.
+                if the exchange fails. `future` and `checksums` are None afterwards in both cases.
             begun: Number of exchanges that this rank has begun. It is published while this rank waits: ranks that have
                 begun fewer, because they have taken fewer steps, then start this exchange, too.
 
         Raises:
-            RuntimeError: The exchange failed.
+            RuntimeError: The exchange failed. Residuals that it has staged are dropped, except on CUDA.
         """
         sends = not self.alone and fragment.numel > 0
         began = time.perf_counter()
@@ -313,6 +316,8 @@ class FragmentAveraging:
     def decide(self, finite: bool, fragments: Sequence[Fragment]) -> None:
         """Ends exchanges for the compressor: commits the new residuals that it has staged, or drops them.
 
+        Without a compressor it does nothing.
+
         Args:
             finite: Whether the averages are finite: True commits the new residuals, False keeps the old ones.
             fragments: Fragments that were exchanged.
@@ -325,7 +330,8 @@ class FragmentAveraging:
     def averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
         """Averages all fragments' pseudo-gradients now, in full precision and with the compressor's residuals.
 
-        If all averages are finite, the residuals are cleared; else they stay.
+        All ranks call it. If all averages are finite, the residuals are cleared; else they stay. The bytes count as
+        `nic_bytes.synchronized`.
 
         Args:
             fragments: Fragments of the model.
@@ -353,7 +359,9 @@ class FragmentAveraging:
         return averages, nonfinite
 
     def differing(self, fragments: Sequence[Fragment]) -> tuple[int, ...]:
-        """Compares all anchors and momenta, and returns the ranks whose values differ from those of rank 0.
+        """Compares the fragments' anchors and momenta, and returns the ranks whose values differ from those of rank 0.
+
+        All ranks of the session call it, and wait for the result.
 
         Raises:
             RuntimeError: The ranks could not exchange their checksums.
@@ -370,7 +378,7 @@ class FragmentAveraging:
         return _differing(found)
 
     def mean_of(self, flat: Tensor, announce: Callable[[], None] | None = None) -> Tensor:
-        """Returns a new tensor with the average of a small tensor over all ranks.
+        """Returns a new tensor with the average of a small tensor over all ranks, uncompressed; all ranks call it.
 
         Args:
             flat: 1-D floating-point tensor; not changed.
@@ -533,8 +541,8 @@ class FragmentAveraging:
     def _attempt(self, fragment: Fragment, pending: Pending, begun: int) -> Tensor:
         """Waits for the average of an exchange in elastic training; called again after each rank failure.
 
-        If the exchange was started among other ranks than the present ones, this computes the pseudo-gradient again and
-        starts the exchange anew.
+        If the exchange was started among other ranks than the present ones, or not at all, this drops what it has
+        staged, computes the pseudo-gradient again and starts the exchange anew.
 
         Args:
             fragment: Fragment of the exchange.
@@ -564,7 +572,10 @@ class FragmentAveraging:
         return future.wait() if self.resilient_ops is None else self.resilient_ops.wait(future)
 
     def _launch_checksums(self, fragments: Sequence[Fragment]) -> FutureTensor:
-        """Starts the exchange of checksums: (ranks) int64, with each rank's checksum in its place."""
+        """Starts an all-reduce whose result is (ranks) int64, with each rank's checksum of the fragments in its place.
+
+        The checksum is of anchors and momenta.
+        """
         words = torch.zeros(self.communicator.size, dtype=torch.int64, device=self.communicator.device)
         for fragment in fragments:
             own = words[self.communicator.rank]
@@ -572,7 +583,10 @@ class FragmentAveraging:
         return self.communicator.all_reduce(words)
 
     def _all_reduce_dense(self, flat: Tensor, scale: float) -> Tensor:
-        """Sums a 1-D tensor over the ranks uncompressed, times `scale`, in place; waits for it and returns it."""
+        """Sums a 1-D tensor over the ranks uncompressed, times `scale`, in place; waits for it and returns it.
+
+        Nothing is sent of a tensor without elements. A report does not count the sum as a bucket.
+        """
         bucket = Bucket.of(flat)
         if flat.numel():
             self.communicator.start(AllReduce((flat,), None, (bucket,), counted=False), scale=scale)

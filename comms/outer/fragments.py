@@ -94,9 +94,9 @@ class OuterSettings:
             raise ValueError(f"`momentum` is {self.momentum}; wanted a number from 0 up to, but not, 1")
 
     def turns(self, step: int) -> int:
-        """Returns how many exchanges begin after a step. They are spread evenly over `every` steps.
+        """Returns how many exchanges begin after a step; 0 after most. They are spread evenly over `every` steps.
 
-        It is more than one only in a warm-up with fewer steps than fragments.
+        It is more than one only in a warm-up whose `warmup_every` is less than `fragments`.
 
         Args:
             step: Step of the optimizer, counted from 1.
@@ -127,6 +127,8 @@ class OuterSettings:
 
 class Fragment:
     """Some parameters of a model, with their values after the last exchange and their outer momentum.
+
+    Whatever reads or writes the parameters raises the RuntimeError of `check` if their form has changed.
 
     Args:
         parameters: (Name, parameter) pairs, floating-point; of a sharded parameter only this rank's shard is used.
@@ -176,7 +178,10 @@ class Fragment:
         return checksum_of([flat for flat in (self.anchor, self.momentum) if flat is not None])
 
     def parameter_checksums(self) -> dict[str, int]:
-        """Returns a sum over the bits of each parameter as it is now, by name. On CUDA the host waits for them."""
+        """Returns a sum over the bits of each parameter as it is now, by name, converted to the dtype of `anchor`.
+
+        On CUDA the host waits for them.
+        """
         return {
             name: int(checksum_of([view.reshape(-1)]))
             for name, view in zip(self.names, self.views(self.gather()), strict=True)
@@ -233,7 +238,7 @@ class Fragment:
         Does what `update` and then `add_progress` do, with the same bits.
 
         Args:
-            mean: (numel) average of the pseudo-gradients; overwritten.
+            mean: (numel) average of the pseudo-gradients; may be overwritten.
             sent: (numel) parameters when the exchange began; None if there was no progress since.
             settings: Rates of the outer SGD; None makes the anchor the average of the parameters.
         """
@@ -265,7 +270,7 @@ class Fragment:
 
         Args:
             sent: (numel) parameters when the exchange began; None if there was no progress.
-            work: (numel) scratch memory, overwritten.
+            work: (numel) scratch memory, which may be overwritten.
         """
         if sent is None:
             self.scatter(self.anchor)
@@ -278,7 +283,7 @@ class Fragment:
         torch._foreach_add_(parameters, self.views(self.anchor))
 
     def update(self, mean: Tensor, settings: OuterSettings | None) -> None:
-        """Takes one step of the outer SGD on `anchor`, in place.
+        """Takes one step of the outer SGD on `anchor` and `momentum`, in place; the parameters stay as they are.
 
         Every product and every sum is a separate operation, rounded by itself. Torch's `alpha=` rounds once on some
         instruction sets and twice on others, so anchors on different processors would drift apart.
@@ -319,7 +324,10 @@ class Fragment:
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), self._shapes, strict=True)]
 
     def nonfinite(self, flat: Tensor) -> list[str]:
-        """Returns the names of the parameters of which `flat` (numel) has an infinite or NaN element, in order."""
+        """Returns the names of the parameters of which `flat` (numel) has an infinite or NaN element, in order.
+
+        On CUDA the host waits for the answer.
+        """
         return [
             name for name, view in zip(self.names, self.views(flat), strict=True) if not bool(view.isfinite().all())
         ]
@@ -396,7 +404,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def wire_nbytes_of(parameters: Sequence[tuple[str, nn.Parameter]], compressor: Compressor | None) -> list[int]:
-    """Returns the bytes that each parameter takes on the link, in an exchange between two ranks.
+    """Returns the bytes that each parameter, or this rank's shard of it, takes on the link between two ranks.
 
     Args:
         parameters: (Name, parameter) pairs.
@@ -418,10 +426,12 @@ def cut_into_fragments(
 ) -> list[Fragment]:
     """Divides a model into fragments that take about the same time on the link.
 
-    The largest parameters are placed first: each into the fullest fragment that has room for it, or else into the
-    smallest one (best fit; Graham, Bounds on multiprocessing timing anomalies, 1969). The many small parameters, which
-    need a collective of their own if the compressor leaves them dense, end up in few fragments. Inside a fragment,
-    parameters are in the model's order.
+    The largest parameters are placed first: each into the fullest fragment that has room for it, up to the mean size.
+    If none has, it goes into the one with most parameters of those that it makes at most 2 % larger than the mean, or
+    else into the smallest one (best fit; Graham, Bounds on multiprocessing timing anomalies, 1969). The last ones fill
+    fragments that would otherwise stay empty. The many small parameters, which need a collective of their own if the
+    compressor leaves them dense, end up in few fragments. Inside a fragment, and by the first parameters of the
+    fragments, the model's order is kept.
 
     Args:
         parameters: (Name, parameter) pairs, in the model's order.

@@ -18,7 +18,7 @@ class BarrierCounters:
         communicator: Communicator of the ranks.
 
     Attributes:
-        announced: True once this rank has published, to the present ranks, that it has arrived at the barrier.
+        announced: True once this rank has published, to the present ranks, that it has arrived at a barrier.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -26,7 +26,7 @@ class BarrierCounters:
         self.reconnect(communicator)
 
     def reconnect(self, communicator: Communicator) -> None:
-        """Continues among the surviving ranks.
+        """Continues among the surviving ranks, in their store, as if this rank had arrived at no barrier yet.
 
         Args:
             communicator: Communicator of the surviving ranks.
@@ -39,7 +39,7 @@ class BarrierCounters:
         self._place = ""
 
     def forget(self) -> None:
-        """Starts with new keys, because a state has been loaded on all ranks."""
+        """Starts with new keys, because a state has been loaded on all ranks, and counts barriers from 0 again."""
         self._loads += 1
         self._barriers = 0
 

@@ -49,8 +49,9 @@ def provisional(given: Mapping[str, int], **others: float) -> OuterSettings:
 def config_of(config: Config | None, options: Mapping[str, object]) -> Config:
     """Returns the configuration of an `Outer` from its `config` or its options.
 
-    Without `config`, the options that are not given come from the environment; if neither names a compressor, it is
-    `waterfill2` (`DEFAULT_COMPRESSOR`). A passed `config` is used as it is: without a compressor, it is exact.
+    Without `config`, the options that are not given come from the environment; if neither says anything of a
+    compressor, it is `waterfill2` (`DEFAULT_COMPRESSOR`). The option `compressor=None` is exact. A passed `config` is
+    used as it is: without a compressor, it is exact.
 
     Args:
         config: Configuration of the user; None if there is none.
@@ -70,7 +71,7 @@ def refuse_unfit(config: Config) -> None:
     """Checks that no option is set that exchanges of parameters cannot support.
 
     Raises:
-        ValueError: Such an option is set.
+        ValueError: `elastic` lets ranks join, or `reduction` is anything but a plain average.
     """
     if config.join is not None:
         raise ValueError(
@@ -111,7 +112,7 @@ def refuse_idle(options: Mapping[str, object], why: str) -> None:
         why: Reason why they would have no effect, for the error.
 
     Raises:
-        ValueError: One was given, with another value than its default.
+        ValueError: One was given, with another value than its default, which exchanges do not use either.
     """
     for name in INSIDE_ONLY:
         if name in options and asks(name, options[name]) and not _is_of_exchanges(name, options[name]):

@@ -79,8 +79,8 @@ class Outer(TrainingState[AveragingSession]):
             optimizer.step()
         outer.synchronize()
 
-    All ranks make an `Outer`, with the same arguments. It gives them rank 0's parameters and floating-point buffers, so
-    load the state of an earlier run afterwards.
+    All ranks make an `Outer`, with the same arguments. It gives them rank 0's parameters and buffers (of a sharded
+    model, each trained shard of the lowest rank that holds it), so load the state of an earlier run afterwards.
 
     Thread safety: use it from the thread that trains.
 
@@ -91,7 +91,8 @@ class Outer(TrainingState[AveragingSession]):
             Muon for matrices and AdamW for the rest, each of which steps once after every backward pass. Only the
             parameters that they train are exchanged.
         every: Steps of the optimizer between two exchanges of the same parameter. None chooses it after eight steps
-            from the link and the duration of a step, the same on all ranks; so do `fragments` and `delay`.
+            from the link and the duration of a step, the same on all ranks; so do `fragments` and `delay`. Nothing is
+            exchanged before the choice. With the option `elastic` all three must be given.
         fragments: Number of pieces of the model that are exchanged in turn, `every / fragments` steps apart, so that
             the link is never full.
         delay: Steps of training between the start of an exchange and the use of its result, at most
@@ -117,8 +118,10 @@ class Outer(TrainingState[AveragingSession]):
 
     Raises:
         TypeError: An option has an unknown name, or a value has a wrong type.
-        ValueError: A value is out of range, or differs between the ranks; the optimizer trains no parameter of
-            `model`, or others; or `model` averages over all ranks already.
+        ValueError: A value is out of range, or differs between the ranks, or would change nothing; `inside` contradicts
+            `model`, or names a level that the cluster does not have; the optimizer trains no parameter of `model`, or
+            others; `model` averages over all ranks already, or only a part of it is in DDP or sharded; or `elastic` is
+            set and a worker has several ranks, or a setting of the schedule is missing.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
 
     Source: Douillard et al., DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512. The warm-up: Lin et al.,
@@ -259,7 +262,7 @@ class Outer(TrainingState[AveragingSession]):
     def _connect(
         self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]
     ) -> tuple[AveragingSession, FailurePolicy | None]:
-        """Connects the ranks that exchange with this one.
+        """Connects the ranks that exchange with this one, and warns of compressor rules that match no parameter.
 
         Args:
             group: Ranks that hold the same parameters or shards as this one.
@@ -332,7 +335,11 @@ class Outer(TrainingState[AveragingSession]):
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
-        """Wraps the model in DDP over this rank's worker. All ranks make all workers' groups, in the same order."""
+        """Wraps the model in DDP over this rank's worker, with gradwire's exact hook on it; returns the DDP model.
+
+        A worker of one rank gets its model back as it is. All ranks make all workers' groups, in the same order. A
+        failure in the worker then aborts the exchanges, and the other way round.
+        """
         communicator = self.exchange.averaging.communicator
         own, device, rank = model, communicator.device, communicator.rank
         plain = replace(config, compressor=None, compressor_options={}, rules=())
@@ -369,7 +376,8 @@ class Outer(TrainingState[AveragingSession]):
         worker's own otherwise. All ranks call it; ranks that have begun fewer exchanges catch up.
 
         Raises:
-            RuntimeError: A rank did not arrive within the time-out; or, on all ranks, a parameter is not finite.
+            RuntimeError: A rank did not arrive within the time-out, or an exchange failed; or, on all ranks, a
+                parameter is not finite: then every rank keeps its own parameters.
         """
         self._finish_step()
         buffers = [each for each in self._inner.buffers() if each.is_floating_point() and not isinstance(each, DTensor)]
@@ -388,6 +396,10 @@ class Outer(TrainingState[AveragingSession]):
 
         If the settings are still to be chosen, it takes part in that choice: ranks that have taken more steps wait in
         it.
+
+        Raises:
+            RuntimeError: A rank did not join the choice within the time-out, the model does not have the parameters
+                that were saved with a state that was loaded just before, or an exchange failed.
         """
         self._optimizer_steps.finish()
         self.exchange.check_parameters()
@@ -400,7 +412,7 @@ class Outer(TrainingState[AveragingSession]):
         return self.exchange.settings
 
     def report(self) -> OuterReport:
-        """Returns what has been exchanged so far, with its traffic and the time that this rank has waited."""
+        """Returns what this rank has exchanged so far, with its traffic and the time that this rank has waited."""
         exchange, averaging = self.exchange, self.exchange.averaging
         found = self._connected("report()").report(exchange.steps)
         inside = LEVEL_NAMES[0] if len(averaging.communicator.cluster.nodes) > 1 else ""
@@ -425,6 +437,8 @@ class Outer(TrainingState[AveragingSession]):
     def trace(self, file: str | Path, steps: int = 20) -> None:
         """Writes a timeline of all ranks' next exchanges into one JSON file in Chrome's trace format.
 
+        Every rank calls it between the same two steps. The file is written when the last of the exchanges has ended.
+
         Args:
             file: JSON file, written by rank 0.
             steps: Number of exchanges.
@@ -444,7 +458,7 @@ class Outer(TrainingState[AveragingSession]):
         """Gathers the states of all ranks into one, which can be saved in a single file; all ranks call it.
 
         Args:
-            on_all_ranks: True returns it on every rank, False on rank 0 only.
+            on_all_ranks: True returns it on every rank. False returns it on rank 0, and on the others their own part.
 
         Raises:
             ValueError: `model` is sharded, or ranks have failed.
@@ -537,7 +551,11 @@ class Outer(TrainingState[AveragingSession]):
         self._optimizer_steps.forget()  # states are saved at the end of a step
 
     def close(self) -> None:
-        """Ends the exchanges; later steps of the optimizer start none. `model` can still be evaluated and saved."""
+        """Ends the exchanges; later steps of the optimizer start none. `model` can still be evaluated and saved.
+
+        The result of an exchange in flight is lost: call `synchronize()` before. gradwire's hook inside the worker is
+        closed, too.
+        """
         self._optimizer_steps.close()
         self._leave()
         if self.hook is not None:

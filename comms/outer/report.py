@@ -20,10 +20,10 @@ class OuterReport:
         numel: Number of parameter elements that this rank holds.
         sent_nbytes: Payload bytes that this rank has sent to other nodes, or on a single node to other ranks; counted,
             without headers.
-        nic_nbytes: Bytes that the busiest node has sent to others, by the plans; it has received as many. Of a sharded
-            model, bytes of this rank's shards only.
+        nic_nbytes: Bytes that the busiest node (on a single node, the busiest rank) has sent to others, by the plans;
+            it has received as many. Of a sharded model, bytes of this rank's shards only.
         synchronized_nbytes: Part of `nic_nbytes` that `synchronize()` has sent, in full precision.
-        seconds: Seconds since the end of the first step.
+        seconds: Seconds since the end of the first step; 0 before.
         waited_seconds: Part of `seconds` in which this rank only waited for results.
         exchange: Phases, plans and links of the exchanges.
         inside: Report on the gradients inside this worker; None if nothing is averaged there, or others do it.
@@ -59,7 +59,10 @@ class OuterReport:
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """Returns the report as JSON-compatible dicts, lists, numbers, strings and None, with the attributes' names."""
+        """Returns the report as JSON-compatible dicts, lists, numbers, strings and None, with the attributes' names.
+
+        `wait_share` and `bits_per_parameter_and_step` are added.
+        """
         reports = {"exchange": self.exchange.to_dict(), "inside": self.inside and self.inside.to_dict()}
         workers = [list(worker) for worker in self.workers]
         derived = {"wait_share": self.wait_share, "bits_per_parameter_and_step": self.bits_per_parameter_and_step}

@@ -56,7 +56,9 @@ def parameters_checksum(fragments: Sequence[Fragment]) -> str:
 
 
 def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings) -> StateDict:
-    """Converts a state to a flat dict of numbers, strings and copied tensors, which `read` parses.
+    """Converts a state to a flat dict of numbers, strings and tensors, which `read` parses.
+
+    Anchors and momenta are copied; the compressor's state is taken as it is.
 
     Args:
         saved: The state.
@@ -75,7 +77,7 @@ def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings
 
 
 def read(state: StateDict, fragments: Sequence[Fragment], settings: OuterSettings) -> Saved:
-    """Parses and validates a state.
+    """Parses and validates a state; the compressor's part of it is only taken out (`check_loadable` checks that).
 
     Args:
         state: Result of `written`.
@@ -107,7 +109,13 @@ def read(state: StateDict, fragments: Sequence[Fragment], settings: OuterSetting
 
 
 def _flats(fragment: Fragment, state: StateDict) -> tuple[Tensor, Tensor | None]:
-    """Reads a fragment's (anchor, momentum) from a state, each (numel); momentum is None if the fragment keeps none."""
+    """Reads a fragment's (anchor, momentum) from a state, each (numel), new; momentum is None if it keeps none.
+
+    If it keeps one and the state was saved without any, the momentum is 0.
+
+    Raises:
+        ValueError: A parameter's tensor is missing, has another dtype or shape, or is not finite.
+    """
     anchor = _flat(fragment, "anchor", state)
     if fragment.momentum is None:
         return anchor, None

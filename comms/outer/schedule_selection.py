@@ -1,9 +1,10 @@
 """Chooses `every`, `fragments` and `delay` of `Outer` if the user omits them.
 
 The choice depends on the link and on the duration of a step. An exchange of a fragment must end within `delay` steps,
-and all exchanges together may use half of the link. Among the schedules that satisfy this, the smallest `every` is
-taken, which costs the least quality; then the shortest delay; then the fewest fragments, because most of the processor
-time of an exchange does not depend on its size.
+all exchanges together may use half of the link, and a delay of more than one step may be a third of `every` at most.
+Among the schedules that satisfy this, the smallest `every` is taken, which costs the least quality; then the shortest
+delay; then a number of fragments that divides `every`; then the fewest fragments, because most of the processor time of
+an exchange does not depend on its size.
 
 Source: docs/results/outer.md, for the order and for each constant.
 """
@@ -84,7 +85,7 @@ def choose(
         step_seconds: Duration of a step of the slowest worker, without exchanges.
         parameters: Number of parameter tensors; the number of fragments is at most that.
         given: Settings of the user by name; they stay as they are.
-        least_every: Lower limit of `every`.
+        least_every: Lower limit of `every`, unless that is given.
 
     Returns:
         (every, fragments, delay). If the given `every`, or any up to `MOST_EVERY`, is too small for the link, the delay
@@ -149,7 +150,11 @@ class ScheduleSelection:
         self._ends: deque[float] = deque(maxlen=MEASURED_STEPS + 1 - START_UP_STEPS)
 
     def step_ended(self) -> None:
-        """Measures the duration of a step; after `MEASURED_STEPS` steps all ranks choose the missing settings."""
+        """Counts a step and measures its duration; after `MEASURED_STEPS` steps all ranks choose the missing settings.
+
+        Raises:
+            RuntimeError: A rank did not join the choice within the time-out.
+        """
         self._exchange.steps += 1
         self._ends.append(time.perf_counter())
         if self._exchange.steps >= MEASURED_STEPS:
@@ -158,7 +163,8 @@ class ScheduleSelection:
     def make(self) -> None:
         """Chooses the missing settings now, together with all ranks, for the slowest rank's median duration of a step.
 
-        Does nothing if no rank has ended three steps, of which two durations are known, yet.
+        They are used from now on, and rank 0 logs them. If no rank has ended three steps yet, of which two durations
+        are known, the ranks choose nothing.
 
         Raises:
             RuntimeError: A rank did not join within the time-out.

@@ -52,7 +52,7 @@ def facts_of(
 
 
 def copy_from_rank_0(tensors: Sequence[Tensor], device: torch.device, agreement: Agreement) -> None:
-    """Gives all ranks rank 0's values, in place. Tensors that are equal on all ranks are not sent.
+    """Gives all ranks of the job rank 0's values, in place; all call it. Tensors equal on all ranks are not sent.
 
     Args:
         tensors: Tensors that are not trained, in the same order on all ranks.

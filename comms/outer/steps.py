@@ -10,8 +10,8 @@ class OptimizerSteps:
     """Calls a function when all of a model's optimizers have stepped, which ends a step of training.
 
     A GradScaler may skip an optimizer: if another one steps a second time, the training step before has ended without
-    the skipped one. A step of an optimizer raises a RuntimeError if it has gained or lost parameters since
-    this was made.
+    the skipped one. A step of an optimizer raises a RuntimeError if it has more or fewer parameters than when this was
+    made.
 
     Args:
         optimizers: Result of `optimizers_from`.
@@ -38,7 +38,7 @@ class OptimizerSteps:
         ]
 
     def finish(self) -> None:
-        """Ends the training step in which some optimizers have stepped, if there is one."""
+        """Ends the training step in which some optimizers have stepped, if there is one, by calling `ended`."""
         if self._stepped:
             self._stepped.clear()
             self._ended()
