@@ -80,6 +80,9 @@ class Workload:
         accumulate: Micro-batches of a step. All but the last send nothing (`no_sync`), and nothing hides behind them.
         micro_seconds: Seconds of each of those; 0 takes those of a backward pass.
         rest_seconds: Seconds of forward pass, data loading and optimizer in a step.
+
+    Raises:
+        ValueError: `accumulate` is less than 1.
     """
 
     gradient_nbytes: int

@@ -248,7 +248,7 @@ def library_seconds(cluster: Cluster, op: str, nbytes: int, root: int = 0) -> fl
 
 
 def beats_library(cluster: Cluster, op: str, nbytes: int, root: int = 0) -> bool:
-    """Returns whether the plan is predicted to be clearly faster than gloo's own collective.
+    """Returns whether the plan is predicted to be clearly faster than gloo's own; False for less than 64 KiB.
 
     Args:
         cluster: Placement of the ranks, and link rates.

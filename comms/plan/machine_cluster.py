@@ -41,7 +41,8 @@ def cluster_of_machines(
         loss: Probability that a packet between nodes is lost, with a round trip.
 
     Raises:
-        ValueError: A number is out of range, or a bandwidth is neither known nor given.
+        ValueError: A number is out of range; a bandwidth is neither known nor given; or a round trip or a loss is given
+            for machines with GPUs.
     """
     for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node), ("nics_per_node", nics_per_node)):
         if value is not None and value < 1:

@@ -169,7 +169,7 @@ class RankPlans:
         return self.chooser.library
 
     def plan_for(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> RankPlan:
-        """Returns this rank's part of the plan for a bucket; chooses the plan at the first bucket of that size.
+        """Returns this rank's part of the plan for a bucket; chooses and logs the plan at the first one of that form.
 
         Args:
             numel: Number of elements of the bucket.
