@@ -381,6 +381,9 @@ def _workload(
         nbytes: Bytes of all gradients.
         backward_seconds: Duration of a backward pass.
         layout: Parameters, by which DDP fills its buckets; None takes equal buckets.
+
+    Raises:
+        ValueError: There would be more than `MOST_BUCKETS` buckets.
     """
     forward, cap = forward_seconds(options, backward_seconds), round(options.bucket_mb * 2**20)
     element = GRADIENT_NBYTES[options.gradient_dtype]
@@ -514,7 +517,7 @@ def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, in
         (shapes of the parameters, bytes of the gradient in float32).
 
     Raises:
-        ValueError: The file does not describe parameters.
+        ValueError: The file cannot be read, or does not describe parameters, or describes none or too many.
     """
     if model is None:
         nbytes = round((megabytes or 0.0) * 1e6)

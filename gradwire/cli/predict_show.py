@@ -118,9 +118,9 @@ class Answer:
         """What is recommended before every setting of gradwire's hook; None if such a setting is recommended itself.
 
         - `RARELY_OR_ALONE`: of several nodes and a known computing time, if no plan makes the nodes train faster than
-        one of them alone.
+          one of them alone.
         - `TORCH_HOOK`: else, if a step with gradwire's best setting takes more than 5 % longer than with torch's fp16
-        hook; without a known computing time only if that setting compresses.
+          hook; without a known computing time only if that setting compresses.
         """
         if self.gains is not None and self.gains.one_is_faster:
             return RARELY_OR_ALONE
