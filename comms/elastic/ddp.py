@@ -292,6 +292,9 @@ class ElasticTraining(StepListener):
         Args:
             group: Process group of these ranks.
             device: Device of the gradients.
+
+        Raises:
+            RuntimeError: The ranks could not connect.
         """
         first = first_failure_policy(group.rank(), group.size(), self._state.config.timeout)
         peers = SessionRanks.of(group, "hook", failure_policy=first)
@@ -354,6 +357,12 @@ class ElasticTraining(StepListener):
             address: HOST:PORT of the store with which the job's ranks were started.
             group: Process group of this process, in which the hook state has its name.
             device: Device of the gradients.
+
+        Raises:
+            ValueError: `extra_state` is empty, or the state of the job could not be sent or does not fit here.
+            EvictedError: The job refuses this process, or has not answered within the time-out.
+            RuntimeError: There is no job to join, or the ranks could not connect in the last attempt.
+            OSError: The system refused what the last attempt needed.
         """
         if not self._own.extra_state:
             raise ValueError(
@@ -434,7 +443,11 @@ class ElasticTraining(StepListener):
         return made.communicator
 
     def equalize_decoders(self, session: GradientSession) -> None:
-        """Makes all ranks decode payloads identically, before the first all-reduce of a generation."""
+        """Makes all ranks decode payloads identically, before the first all-reduce of a generation.
+
+        All ranks call it. Only the first call with a session does anything, and only if its compressor has state that
+        all ranks decode with.
+        """
         if self.resilient_ops is None or session.agrees:
             return
         compressor = session.compression.compressor if session.compression is not None else None
@@ -492,7 +505,14 @@ class ElasticTraining(StepListener):
         return resilient_ops.wait(communicator.all_reduce(listed))
 
     def admit_joining(self) -> None:
-        """Admits the processes that wait to join, and sends them the state; called before each forward pass."""
+        """Admits the processes that wait to join, sends them the state, and calls `on_membership_change`.
+
+        Called before each forward pass. It does nothing, and sends nothing, unless the last step has found such
+        processes, which it has then on all ranks.
+
+        Raises:
+            EvictedError: The other ranks go on without this one.
+        """
         if not self._listed or self._state._backward.in_step or self.resilient_ops is None or self._requests is None:
             return
         listed, self._listed = self._listed, 0
@@ -511,6 +531,7 @@ class ElasticTraining(StepListener):
 
         Raises:
             ValueError: On a joining process: rank 0 could not give its state, or it does not fit here.
+            EvictedError: The other ranks go on without this one.
         """
         resilient_ops, model = self.resilient_ops, self._model() if self._model else None
         assert resilient_ops is not None and model is not None

@@ -266,7 +266,9 @@ class Membership:
             The generation entered, seen from this rank.
 
         Raises:
-            EvictedError: The other ranks go on without this one, or rank 0 did not write the members in time.
+            EvictedError: The other ranks go on without this one, rank 0 did not write the members in time, or a rank
+                failed meanwhile and the vote did not end in time.
+            RuntimeError: The store does not answer.
         """
         generation, key = self._current, f"{self.view.generation}/members"
         if self.view.rank == 0:
