@@ -172,7 +172,7 @@ class PlannedAllReduce:
         - On one node: True on the CPU, where sums go through shared memory; False on CUDA.
         - On several nodes, with a plan asked for by name: True, except for `flat`.
         - On several nodes, with `auto`: True if the plan that is predicted to be fastest is not `flat`. For CUDA this
-        makes the communicator, if there is none yet, and so waits for all ranks.
+          makes the communicator, if there is none yet, and so waits for all ranks.
         """
         if nbytes == 0:
             return False
