@@ -340,7 +340,8 @@ class Communicator:
             CollectiveError. Callbacks of the future must not issue collectives.
 
         Raises:
-            ValueError: `flat` is not flat or on another device, or `layout` has another size.
+            ValueError: `flat` is not flat or on another device, `layout` has another size, or integers have a factor.
+            CollectiveError: On CUDA, if `connect` was not called: the ranks could not connect.
         """
         bucket = Bucket.of(flat, layout)
         self.start(AllReduce((flat,), layout, (bucket,)), scale=scale, flush=flush)
@@ -363,7 +364,8 @@ class Communicator:
                 between the nodes busy.
 
         Raises:
-            ValueError: A tensor is not flat, on another device, or does not fit its layout.
+            ValueError: A tensor is not flat, on another device, or does not fit its layout, or integers have a factor.
+            CollectiveError: On CUDA, if `connect` was not called: the ranks could not connect.
         """
         # Buckets of a dtype that the compressor takes keep their layout; all others are exact.
         state, dtype, numel = self._state, all_reduce.parts[0].dtype, 0
@@ -439,6 +441,9 @@ class Communicator:
 
         Returns:
             Future whose value is `flat`.
+
+        Raises:
+            ValueError: `flat` is not flat or on another device.
         """
         _check(flat, 1.0, self.device)
         bucket = Bucket.of(flat)
@@ -449,6 +454,8 @@ class Communicator:
 
     def transport(self, lane: Lane, members: tuple[int, ...]) -> Transport:
         """Returns the transport between some ranks, for a caller that issues collectives itself.
+
+        The first call connects it, unless that has been done already, and waits for the other members.
 
         Args:
             lane: Lane that no plan uses, so that its transports are the caller's own; one thread at a time. For

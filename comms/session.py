@@ -198,6 +198,9 @@ class AveragingSession:
         Args:
             nbytes: Size of a usual bucket.
             sparse_nbytes: Size of the largest parameter whose gradient is sparse; 0 if there is none.
+
+        Raises:
+            CollectiveError: The ranks could not connect; see `Communicator.connect`.
         """
         self.communicator.rank_plans.fix_plan(nbytes)
         self.communicator.connect(nbytes, sparse_nbytes)
@@ -384,8 +387,11 @@ class GradientSession(AveragingSession):
     def load_state_dict(self, own: StateDict) -> None:
         """Restores a state that `state_dict` returned on the same rank of the same number of ranks.
 
+        Args:
+            own: State of this rank; the entry that says whether its keys are names is taken out of it.
+
         Raises:
-            ValueError: The state is of another model or compressor, or under other names; nothing was changed.
+            ValueError: The state is of another model or compressor, under other names, or damaged; nothing was changed.
         """
         from gradwire.comms.checkpoint import NAMED, refuse_other_kinds  # here: an exact hook has nothing to restore
 

@@ -36,7 +36,10 @@ def wrap(
         The DDP model, and the state of its hook.
 
     Raises:
-        ValueError: `base_bucket_mb` is not positive, or `bucket_cap_mb` is among `ddp_options`.
+        ValueError: `base_bucket_mb` is not positive, or `bucket_cap_mb` is among `ddp_options`; torch.distributed is
+            not initialised; or `HookState` refuses a value or the module.
+        TypeError: An option has an unknown name.
+        RuntimeError: A rank did not join.
     """
     if not base_bucket_mb > 0:
         raise ValueError(f"`base_bucket_mb` is {base_bucket_mb}; wanted a positive number of MiB")
