@@ -111,7 +111,7 @@ def nccl_log(host: Host) -> Finding:
     - INFO: all channels go over NVLink between hosts.
     - WARN: some channels go through the host, or some pairs of GPU and NIC are too far.
     - FAIL: no network channel uses GDRDMA, or RDMA is not used at all on some host, or, without lines about channels,
-    no card can register GPU memory or all pairs are too far.
+      no card can register GPU memory or all pairs are too far.
 
     An error that ends the job is a FAIL in any case. A warning that is not known, or that the job survives, is added to
     the text, and turns all but FAIL into WARN.
