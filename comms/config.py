@@ -338,7 +338,7 @@ class Fusing:
     def __post_init__(self) -> None:
         if isinstance(self.fusion, str):
             _check_fusion(self.fusion)
-        elif isinstance(self.fusion, bool) or not 0 <= self.fusion < float("inf"):
+        elif type(self.fusion) not in (int, float) or not 0 <= self.fusion < float("inf"):
             raise ValueError(f"`fusion` is {self.fusion}; wanted a number of MiB >= 0")
 
     @property

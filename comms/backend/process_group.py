@@ -66,6 +66,11 @@ def create(options: object, config: object = None) -> "GradwireGroup":
             differs between the ranks.
         RuntimeError: A rank did not join.
     """
+    return GradwireGroup(GroupOptions.of(options), _checked(config))
+
+
+def _checked(config: object) -> Config:
+    """Returns the options of a new group, those of the environment if `config` is None; see `create` for its errors."""
     if config is None:  # the environment's other options are for hooks
         config = Config.from_env(compressor=None).only(PLANNING)
     elif not isinstance(config, Config):
@@ -86,7 +91,7 @@ def create(options: object, config: object = None) -> "GradwireGroup":
                 f"`pg_options` has `{entry.name}` {getattr(config, entry.name)!r}, and the backend knows of no steps "
                 f"and no gradients; wanted {', '.join(PLANNING)} alone: give the rest to gradwire.HookState"
             )
-    return GradwireGroup(GroupOptions.of(options), config)
+    return config
 
 
 def _gloo_lacks(op: object, tensor: Tensor) -> bool:
@@ -280,6 +285,9 @@ class GradwireGroup(DelegatingGroup):
 
         Returns:
             The new group; None if this rank is not among `ranks`.
+
+        Raises:
+            ValueError: `opts` asks for what the backend does not do; see `create`.
         """
         ranks = sorted(ranks)
         if self.rank() not in ranks:
@@ -287,7 +295,7 @@ class GradwireGroup(DelegatingGroup):
         name = group_name or f"{self.group_name}:split:{'-'.join(map(str, ranks))}"
         store = PrefixStore(f"{name}/", self.get_group_store())
         options = GroupOptions(store, ranks.index(self.rank()), len(ranks), timeout or self.config.timeout, name, ranks)
-        child = GradwireGroup(options, opts if isinstance(opts, Config) else self.config)
+        child = GradwireGroup(options, _checked(opts) if isinstance(opts, Config) else self.config)
         child._set_group_name(GroupName(name))
         child._set_group_desc(group_desc or f"{self.group_desc}:split")
         return child

@@ -198,11 +198,11 @@ class GroupFailures:
         return None if found is None else self.report(found, known_to_all=True)
 
     def report(self, failure: PeerFailure, *, known_to_all: bool = False) -> PeerFailure:
-        """Records a failure and its ranks; the first one ends the group, and is passed to `notify`.
+        """Records a failure and its ranks; the first one ends the group, and is passed to `send`.
 
         Args:
             failure: The failure.
-            known_to_all: The other ranks learn of it by themselves, so `notify` is not called.
+            known_to_all: The other ranks learn of it by themselves, so `send` is not called.
 
         Returns:
             The first failure of the group.

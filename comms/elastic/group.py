@@ -79,14 +79,13 @@ class ElasticGroup(dist.ProcessGroup):
     def allreduce(self, *arguments: object, **named: object) -> dist.Work:
         """Sums one tensor over the ranks that are left, in place, and blocks until it is done.
 
-        `arguments` are ([tensor], options). The operation is SUM or PREMUL_SUM or, of a floating-point tensor, AVG,
+        `arguments` are ([tensor], options). The operation is SUM or, of a floating-point tensor, PREMUL_SUM or AVG,
         which divides by the number of ranks that are left. After a rank failure the sum is repeated among these from a
         copy of the tensor, or taken from ranks that had completed it.
 
         Raises:
             NotImplementedError: The arguments are of another form, or the dtype (see `SUMMED`) or the operation is
                 another one.
-            ValueError: The operation is PREMUL_SUM with a factor other than 1, of a tensor of integers.
             EvictedError: The other ranks go on without this one, or no rank is left to go on with.
             RuntimeError: The sum failed several times in a row (`MOST_REPEATS`) among the same ranks.
         """
@@ -95,8 +94,8 @@ class ElasticGroup(dist.ProcessGroup):
                 op: object = options.reduceOp
                 factor = 1.0 if op == dist.ReduceOp.SUM else factor_of(op)
                 average = op == dist.ReduceOp.AVG and tensor.is_floating_point()
-                if average or factor is not None:
-                    return self._done([self._sum(tensor, average, factor or 1.0)])
+                if average or factor == 1.0 or (factor is not None and tensor.is_floating_point()):
+                    return self._done([self._sum(tensor, average, 1.0 if factor is None else factor)])
         self._refuse("this all_reduce")
 
     @outside_graphs

@@ -93,6 +93,8 @@ def test_defaults_ask_for_nothing() -> None:
         ({"elastic": "host"}, "`elastic` is 'host'; wanted True, or HOST:PORT"),
         ({"fusion": "auto:many"}, "`fusion` is 'auto:many'; wanted one of bucket"),
         ({"fusion": -1.0}, "`fusion` is -1.0; wanted a number of MiB >= 0"),
+        ({"fusion": None}, "`fusion` is None; wanted a number of MiB >= 0"),
+        ({"fusion": True}, "`fusion` is True; wanted a number of MiB >= 0"),
         ({"compressor": "zip"}, "`compressor` is 'zip'; wanted one of"),
         ({"reduction": {"sum_dtype": "float64"}}, "`sum_dtype` is 'float64'; wanted one of own, float32"),
         ({"reduction": "max"}, "`reduction` is 'max'; wanted one of sum, samples"),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import gradwire
 from gradwire.comms.bootstrap.compat import GroupName
 from support.processes import Processes
 
@@ -267,6 +268,8 @@ def check_groups(rank: int) -> None:
     work.wait()
     assert tensor[0] == sum(mine)
     assert world.split_group([(rank + 1) % 4], group_name=GroupName("others")) is None
+    with pytest.raises(ValueError, match="asks for the compressor 'int8', but the backend is exact"):
+        world.split_group(mine, opts=gradwire.Config(compressor="int8"))
     dist.destroy_process_group(made[0]) if rank in subsets[0] else None
     dist.all_reduce(tensor.fill_(1.0))
     assert tensor[0] == 4

@@ -83,6 +83,7 @@ def train(rank: int, kind: str) -> tuple[int, int, int] | str:
         TCPStore(host, port, is_master=False, wait_for_workers=False).set("told", "1")
         return str(error)
     model.register_comm_hook(state, gradwire.comm_hook)
+    check_factors(model.process_group)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)
     over = torch.zeros(1)
     while not over.any():
@@ -92,6 +93,18 @@ def train(rank: int, kind: str) -> tuple[int, int, int] | str:
         dist.all_reduce(over, group=model.process_group)
     state.close()
     return state.view.generation, state.view.size, state.steps
+
+
+def check_factors(group: dist.ProcessGroup) -> None:
+    """A factor of zero is a factor; integers take none, and the refused call is no operation of the group."""
+    for factor, wanted in ((0.0, 0.0), (0.5, 3.0)):
+        summed = torch.full((2,), 3.0)
+        dist.all_reduce(summed, dist._make_nccl_premul_sum(factor), group=group)
+        assert summed.tolist() == [wanted, wanted]
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist._make_nccl_premul_sum(2.0)
+    with pytest.raises(NotImplementedError, match="sum or average"):
+        group.allreduce([torch.ones(2, dtype=torch.int32)], options)
 
 
 @pytest.mark.parametrize("kind", list(JOINING))
