@@ -6,8 +6,8 @@ FSDP2 and `Outer` send all of their tensors through one.
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -417,15 +417,13 @@ class Communicator:
         steps = sum_sparse(bucket.flat, self._groups, self.rank, sharing, scale=scale, as_dense=as_dense, count=count)
         self.executor.start_steps(bucket, "the sum of a sparse gradient", steps, LANES)
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Makes a context for reading or changing a compressor's state outside of an all-reduce.
 
         On CUDA its work runs on a side stream, after all earlier all-reduces and before all later ones; the stream that
         computes does not wait for it. Does nothing on a CPU, where the caller has waited for all all-reduces.
         """
-        with self.executor.exclusive():
-            yield
+        return self.executor.exclusive()
 
     def sync_current_stream(self) -> None:
         """Makes the current CUDA stream wait for everything issued so far; does nothing on a CPU."""

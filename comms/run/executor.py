@@ -1,13 +1,14 @@
 """The interface of executors, which run all-reduces by plans: `LaneExecutor` in threads, `StreamExecutor` on CUDA.
 
 The communicator makes one of the two when it connects. Callers use `Executor` alone: methods that only a CUDA device
-needs do nothing in a `LaneExecutor`. An executor knows no optimizer and no report.
+needs do nothing in a `LaneExecutor`, where futures raise what has failed, transports wake the lanes that wait for them,
+and callers wait for averages before they read them. An executor knows no optimizer and no report.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -199,8 +200,7 @@ class Executor(ABC):
         Raises:
             CollectiveError: An all-reduce has failed on this rank, or was ended because of another.
         """
-        failure = self.failure
-        if failure is not None:
+        if (failure := self.failure) is not None:
             # Without the traceback, whose frames would keep the tensors of earlier all-reduces.
             raise failure.with_traceback(None)
 
@@ -211,8 +211,7 @@ class Executor(ABC):
         May also be None for the moment in which a job passes from one lane to the next.
         """
 
-    @abstractmethod
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - for CUDA
         """Issues the all-gathers that `start` has deferred; all ranks call it at the same point of the sequence.
 
         Does nothing on a CPU, where none is deferred.
@@ -221,15 +220,14 @@ class Executor(ABC):
             CollectiveError: On CUDA: an all-reduce has failed, or another rank has exited.
         """
 
-    @abstractmethod
     def extremes(self) -> list[Tensor]:
         """Returns the least and largest average of each compressed all-reduce since the last call: 0-dim CUDA tensors.
 
         Empty on a CPU, where averages are checked when their futures are done. `release` must have been called.
         """
+        return []
 
-    @abstractmethod
-    def interrupt(self, error: Exception) -> None:
+    def interrupt(self, error: Exception) -> None:  # noqa: B027 - for CUDA
         """Aborts everything in flight because of an error on this rank or another. Any thread.
 
         Returns after the diagnosis, for which it asks the other ranks: that may take some seconds. Does nothing on a
@@ -239,16 +237,14 @@ class Executor(ABC):
             error: The error; it becomes the cause of this rank's failure unless one is known already.
         """
 
-    @abstractmethod
-    def raise_failure(self) -> None:
+    def raise_failure(self) -> None:  # noqa: B027 - for CUDA
         """Raises the first failure that is known without asking the device; on a CPU does nothing, as futures raise it.
 
         Raises:
             CollectiveError: A collective has failed, or `interrupt` was called.
         """
 
-    @abstractmethod
-    def poison(self, bucket: Bucket) -> None:
+    def poison(self, bucket: Bucket) -> None:  # noqa: B027 - for CUDA
         """Makes one average NaN on the device if this rank aborts before the step's last bucket is done; only on CUDA.
 
         The host may have issued the optimizer's step by then, which must not use a wrong average. Changes nothing
@@ -258,10 +254,9 @@ class Executor(ABC):
             bucket: The last bucket of the step, whose all-reduce ends after all others.
         """
 
-    @abstractmethod
     def exclusive(self) -> AbstractContextManager[None]:
         """Returns a context for reading or changing a compressor's state: see `Communicator.exclusive`."""
+        return nullcontext()
 
-    @abstractmethod
-    def sync_current_stream(self) -> None:
+    def sync_current_stream(self) -> None:  # noqa: B027 - for CUDA
         """Makes the current CUDA stream wait for everything issued so far; on a CPU does nothing."""

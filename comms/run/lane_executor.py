@@ -10,19 +10,17 @@ have the same rounds; those of a node, which compress different shards, may have
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.lanes import ChunkSteps, Lane, LaneJob, Lanes, Transition
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
-from gradwire.comms.run.all_reduces import AllReduce, Bucket, RunningAllReduce, WaitingAllReduce, finish, pack
+from gradwire.comms.run.all_reduces import AllReduce, RunningAllReduce, WaitingAllReduce, finish, pack
 from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
 from gradwire.comms.run.failure_handler import FailureHandler
 from gradwire.comms.run.phase_stats import PhaseStats
@@ -129,9 +127,7 @@ class LaneExecutor(Executor):
 
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
         """Takes one chunk through its phases; the last one to end completes the futures. See `Executor.run_chunk`."""
-        if self.failure_handler.error is not None:
-            self._refuse_if_failed()
-        yield from self._programs.run_chunk(run, chunk)
+        yield from super().run_chunk(run, chunk)
         with self._lock:
             run.pending -= 1
             last = run.pending == 0
@@ -253,7 +249,8 @@ class LaneExecutor(Executor):
                 lane = job.lane = transition.lane
                 job.works = transition.works
         except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
-            self._fail(job, error)
+            # The first failure aborts all groups, and asks the other ranks for a diagnosis: that may take some seconds.
+            self._give_up(job, self.failure_handler.fail(self._place_of(job), self._programs.node, error))
 
     def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Transition | None:
         """Waits for a job's works and advances it once, as `_step` does, and records both as spans of a trace.
@@ -300,13 +297,6 @@ class LaneExecutor(Executor):
         phase = phases[min(max(job.run.phases.get(job.start, 0), least), len(phases) - 1)]
         return f"{phase.op} {phase.place(self._level_names)}"
 
-    def _fail(self, job: _ChunkJob, error: BaseException) -> None:
-        """Ends a job that has failed: its futures get the diagnosis of this rank's first failure.
-
-        The first failure aborts all groups, and asks the other ranks for that diagnosis, which may take some seconds.
-        """
-        self._give_up(job, self.failure_handler.fail(self._place_of(job), self._programs.node, error))
-
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
         """Completes the futures of a job's all-reduce with an error, once; its other chunks complete nothing later."""
         if job.run is None:
@@ -316,26 +306,3 @@ class LaneExecutor(Executor):
             job.run.pending = -1
         if first:
             finish(job.run.all_reduce, job.run.flat, error, None)
-
-    def release(self) -> None:
-        """Does nothing: this executor defers no part of an all-reduce."""
-
-    def extremes(self) -> list[Tensor]:
-        """Returns none: on a CPU the averages themselves are checked when their futures are done."""
-        return []
-
-    def interrupt(self, error: Exception) -> None:
-        """Does nothing: no device waits, and lanes get errors from the transports that they wait for."""
-
-    def raise_failure(self) -> None:
-        """Does nothing: failed futures raise."""
-
-    def poison(self, bucket: Bucket) -> None:
-        """Does nothing: a failed average never reaches an optimizer, because its future raises."""
-
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Returns an empty context: the caller has waited for all all-reduces."""
-        return nullcontext()
-
-    def sync_current_stream(self) -> None:
-        """Does nothing: there are no streams."""
