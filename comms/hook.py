@@ -7,13 +7,14 @@ hook is registered, so the communicator divides by the world size, before it nar
 Optional features follow a step as listeners (`step/listeners.py`), or are a subclass (`step/features.py` chooses it).
 One is asked here by a name of the session's: `weights`, which weighs gradients before they are sent.
 
-Thread safety: the thread that runs backward calls `reduce`, `_last_bucket_arrived` and `_backward_ended`; other methods
-are for the training thread between two steps. No lock is needed, because the two never run at once.
+Thread safety: the thread that runs backward calls `reduce`, `_backward_ended` and `_ddp_ended`; other methods are for
+the training thread between two steps. No lock is needed, because the two never run at once.
 """
 
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -210,9 +211,19 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
     def reduce(self, bucket: GradBucket) -> FutureTensor:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
+        if begins := not self._backward.in_step:
+            self._has_inputs = queue_end_of_backward(self._backward_ended)
+            self._backward.begin(self._buckets, self._sparse, autograd_calls=self._has_inputs)
+        ends = bucket.is_last() and self._backward.last_bucket_arrived()
+        future = self._backward.attempt(lambda: self._add(bucket, begins=begins))
+        if ends:
+            self._backward.finish(self._end_step)
+        return Bucket.of(bucket.buffer()).give_up() if future is None else future
+
+    def _add(self, bucket: GradBucket, *, begins: bool) -> FutureTensor:
+        """Adds a bucket to the step, which it may begin; see `reduce`."""
         flat = bucket.buffer()
-        begins = self._backward.state is StepState.BETWEEN_STEPS
-        # Raise before anything is connected or begun, so that the next step works.
+        # Refuse before anything is connected or sent, so that the next step works.
         if begins and flat.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(CAPTURED)
         if begins and self.steps == 0:
@@ -223,13 +234,13 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         # Reduce the bucket, inside a range of the profiler if one is recorded.
         stats = session.communicator.executor.stats
         now = stats.clock.now() if self._timed else None
-        if stats.recorder is None:
+        recorder = stats.recorder
+        with nullcontext() if recorder is None else recorder.host_range(f"bucket {len(self._buckets)}"):
             future = self._reduce(bucket, flat, session, now)
-        else:
-            with stats.recorder.host_range(f"bucket {len(self._buckets)}"):
-                future = self._reduce(bucket, flat, session, now)
         if bucket.is_last():
-            self._last_bucket_arrived(session)
+            # Start the deferred all-reduces, for which DDP may wait.
+            self._send_rest(session)
+            session.listeners.last_bucket_sent(session.communicator)
         return future
 
     def raise_failure(self) -> None:
@@ -265,16 +276,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return self._send(session, arrived)
 
     def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, session: GradientSession) -> FutureTensor:
-        """Averages gradients of nn.Embedding(sparse=True), which have buckets of their own and are never compressed.
-
-        Args:
-            bucket: Bucket from DDP.
-            sparse: Gradients of the bucket, in layout torch.sparse_coo.
-            session: Session of the connected ranks.
-
-        Returns:
-            Future of the averages.
-        """
+        """Averages gradients of nn.Embedding(sparse=True), which have buckets of their own and are never compressed."""
         named, contents = self.names.known(bucket.parameters()), session.observer.contents
         index = next(
             (index for index, (_, names) in contents.items() if index < 0 and names == named), -1 - len(contents)
@@ -372,8 +374,9 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
     def _begin_step(self, session: GradientSession) -> None:
         """Begins a step at its first bucket: decides what is timed and deferred, and calls the listeners."""
-        self._has_inputs = queue_end_of_backward(self._backward_ended)
-        self._backward.begin(autograd_calls=self._has_inputs)
+        if self._backward.follows_error:
+            session.go_on(self.steps)
+            self._backward.follows_error = False
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
             self._check_optimizers(self.names)
         communicator = session.communicator
@@ -385,14 +388,6 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         session.grouping = session.fusion
         session.listeners.step_began(self.steps)
 
-    def _last_bucket_arrived(self, session: GradientSession) -> None:
-        """Starts the deferred all-reduces, for which DDP may wait; ends the step if no callback of autograd will."""
-        ends = self._backward.last_bucket_arrived()
-        self._send_rest(session)
-        session.listeners.last_bucket_sent(session.communicator)
-        if ends:
-            self._end_step()
-
     def _backward_ended(self) -> None:
         """Ends the step at the end of a backward pass, or lets `_ddp_ended` do so later; autograd calls it.
 
@@ -401,17 +396,17 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         if not self._backward.backward_ended(inside=is_at_node()):
             return
         # DDP has queued its own callback by now, so a callback that is queued here runs after DDP's.
-        after_ddp = self._connected("backward()").listeners.ends_after_ddp
+        after_ddp = self._session is not None and self._session.listeners.ends_after_ddp
         if not (after_ddp and queue_end_of_backward(self._ddp_ended)):
-            self._end_step()
+            self._backward.finish(self._end_step)
 
     def _ddp_ended(self) -> None:
         """Ends the step in a callback of autograd behind DDP's own, which copies averages into the gradients.
 
         DDP leaves the gradients of parameters that no rank has used as they were.
         """
-        self._connected("backward()").listeners.ddp_ended()
-        self._end_step()
+        self._backward.attempt(self._connected("backward()").listeners.ddp_ended)
+        self._backward.finish(self._end_step)
 
     def _launch(self, session: GradientSession, launches: Sequence[AllReduce], *, wait: bool = False) -> None:
         """Starts all-reduces; weighed gradients may be deferred until the weights of the step are known.

@@ -336,6 +336,7 @@ class GradientSession(AveragingSession):
         self.agrees = previous is None and not joined
         """Whether the state that decodes payloads is known to be equal on all ranks."""
         self._fusion_plans: Agreement | None = None
+        self._after_error: Agreement | None = None
 
         def consensus(what: str, timeout: timedelta) -> "Agreement":
             return self._consensus(f"{what}/{name}", timeout)
@@ -405,6 +406,19 @@ class GradientSession(AveragingSession):
                 "HookState(model) or state.bind(model) before the first backward pass, or neither"
             )
         super().load_state_dict(own)
+
+    def go_on(self, steps: int) -> None:
+        """Checks that all ranks go on after the same backward pass that failed; every rank calls it.
+
+        Args:
+            steps: Number of finished steps.
+
+        Raises:
+            ValueError: A rank does not, so that gradients of different steps would be summed.
+        """
+        after = self._after_error or self._consensus(f"backward() after an error/{self._name}", self._config.timeout)
+        self._after_error = after
+        after.same({"finished steps": steps})
 
     def _take_over_rates(self, previous: "GradientSession") -> None:
         """Takes over the measured link rates of the session before the ranks changed, if its levels were as many."""

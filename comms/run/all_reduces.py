@@ -156,6 +156,15 @@ class Bucket:
             self.future = torch.futures.Future(devices=[self.flat.device])
         return cast(FutureTensor, self.future)
 
+    def give_up(self) -> FutureTensor:
+        """Completes the future with `flat` as it is, if it is open, and returns it: nothing waits for the average."""
+        with _PENDING:
+            is_open, self.pending = self.pending > 0, -1
+        result = self.result()
+        if is_open:
+            cast(Open, self.future).set_result(self.flat)
+        return result
+
 
 @dataclass(slots=True, eq=False)
 class AllReduce:
@@ -228,8 +237,7 @@ def finish(all_reduce: AllReduce, flat: Tensor, error: BaseException | None, now
             bucket.times.reduced = now
             if bucket.future is None:
                 bucket.result()
-            assert bucket.future is not None
-            bucket.future.set_result(bucket.flat if bucket.error is None else bucket.error)
+            cast(Open, bucket.future).set_result(bucket.flat if bucket.error is None else bucket.error)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,9 +4,26 @@ DDP calls the hook once a bucket and marks the last one. Autograd calls back whe
 after both: DDP may launch its last bucket long before autograd ends; with `static_graph` it marks no last bucket in the
 first step; and if the first bucket is reduced inside a checkpoint, the first callback belongs to the checkpoint's own
 backward pass, not to the step.
+
+A step that fails ends, too, and its error is raised behind DDP's own callback at the end of backward. An error that
+left a comm hook, or a callback of autograd in front of DDP's, would end the pass in the middle of DDP's reducer: only
+`finalize_backward` resets `require_finalize_`, which it does before it waits for the futures of the hook. Without that
+every later forward pass raises "Expected to have finished reduction", or an INTERNAL ASSERT after the last bucket.
+
+Source: torch/csrc/distributed/c10d/reducer.cpp, `mark_variable_ready`, `finalize_backward` and
+`ensure_prior_reduction_finished` (torch 2.13 to 2.15).
 """
 
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
+from itertools import chain
+from typing import TypeVar
+
+from gradwire.comms.bootstrap.compat import queue_end_of_backward
+from gradwire.comms.run.all_reduces import Bucket
+
+T = TypeVar("T")
 
 TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
 """First timed step, end of the first timed range (exclusive), period of later ranges, and number of steps in each.
@@ -37,6 +54,8 @@ class BackwardTracker:
 
     Attributes:
         state: State of the step.
+        follows_error: Whether the step before has failed, and this one may work.
+        kept: Types of the errors that are raised behind DDP's callback; others are raised at once.
         marks_last_bucket: Whether DDP marks the last bucket of a step. With `static_graph` it does not in the first
             step, and waits for all futures before autograd reports the end of backward: no bucket may be deferred.
     """
@@ -44,19 +63,66 @@ class BackwardTracker:
     def __init__(self) -> None:
         self.state = StepState.BETWEEN_STEPS
         self.marks_last_bucket = False
+        self.follows_error = False
+        self.kept: tuple[type[Exception], ...] = (Exception,)
+        self._arrived: tuple[Sequence[Bucket], ...] = ()
+        self._error: Exception | None = None
+        self._final = False
+        """Whether every later step raises `_error` again, because something of the failed step was sent."""
 
     @property
     def in_step(self) -> bool:
         """Whether a step has begun and has not ended."""
         return self.state is not StepState.BETWEEN_STEPS
 
-    def begin(self, *, autograd_calls: bool) -> None:
-        """Starts a step at its first bucket.
+    def begin(self, *arrived: Sequence[Bucket], autograd_calls: bool) -> None:
+        """Starts a step at its first bucket; it has failed already if the error of the step before is final.
 
         Args:
+            arrived: The buckets of the step that may be sent, now empty; the caller adds them.
             autograd_calls: Whether autograd will call back at the end of backward.
         """
         self.state = StepState.IN_BACKWARD if autograd_calls else StepState.NO_AUTOGRAD_CALLBACK
+        self._arrived = arrived
+        if self._error is not None:
+            # Else it would keep the frames of every step that raises it again.
+            self._error.__traceback__ = None
+            if not self._final:
+                self._error, self.follows_error = None, True
+
+    def attempt(self, call: Callable[[], T]) -> T | None:
+        """Calls a function unless the step has failed; its error fails the step, and completes all open futures of it.
+
+        Args:
+            call: The function.
+
+        Returns:
+            Its result; None if the step has failed.
+        """
+        if self._error is not None:
+            return None
+        try:
+            return call()
+        except self.kept as error:
+            self._error, self._final = error, any(self._arrived)
+            for bucket in chain(*self._arrived):
+                bucket.give_up()
+            return None
+
+    def finish(self, end_step: Callable[[], None]) -> None:
+        """Ends the step by `end_step()`, and has the error of a failed step raised: at once outside of backward.
+
+        DDP queues its callback when the hook has returned for the last bucket, so this queues one that queues another.
+        """
+        self.attempt(end_step)
+        self._arrived = ()
+        if self._error is not None:
+            self._raise_behind(2, self._error)
+
+    def _raise_behind(self, callbacks: int, error: Exception) -> None:
+        """Raises an error in the last of so many callbacks of autograd, each of which is queued by the one before."""
+        if not (callbacks and queue_end_of_backward(partial(self._raise_behind, callbacks - 1, error))):
+            raise error
 
     def last_bucket_arrived(self) -> bool:
         """Records that DDP has passed the bucket that it marks as the last.
@@ -65,11 +131,9 @@ class BackwardTracker:
             Whether this ends the step.
         """
         self.marks_last_bucket = True
-        if self.state is StepState.NO_AUTOGRAD_CALLBACK:
-            self.state = StepState.BETWEEN_STEPS
-            return True
-        self.state = StepState.LAST_BUCKET_CAME
-        return False
+        ends = self.state is StepState.NO_AUTOGRAD_CALLBACK
+        self.state = StepState.BETWEEN_STEPS if ends else StepState.LAST_BUCKET_CAME
+        return ends
 
     def backward_ended(self, *, inside: bool = False) -> bool:
         """Records that autograd has called back at the end of a backward pass; returns whether the step ends with it.

@@ -120,6 +120,13 @@ class ReturnedGradients(StepListener):
         if self._flags and not found:  # one wait for the device in each pass that clears gradients by zeros
             found = [each for each, flag in self._flags if bool(flag)]
         self._found, self._flags = [], []
+        # Note refused gradients, too: a script that catches the error may not clear them.
+        for each in kept:
+            if each.grad is not None:
+                noted = self._returned[id(each)] = _Returned.of(each, each.grad)
+                self._watches |= noted.view is not None
+            if self._watches and id(each) not in self._handles:
+                self._watch(each)
         if found:
             named = {id(each): item.name for each, item in zip(parameters, layout.slices, strict=True)}
             known = [f"`{named[id(each)]}`" for each in found if id(each) in named][:2]
@@ -130,12 +137,6 @@ class ReturnedGradients(StepListener):
                     compressor=self._compression.compressor.name,
                 )
             )
-        for each in kept:
-            if each.grad is not None:
-                noted = self._returned[id(each)] = _Returned.of(each, each.grad)
-                self._watches |= noted.view is not None
-            if self._watches and id(each) not in self._handles:
-                self._watch(each)
 
     def _with_momentum(self, layout: Layout) -> tuple[bool, ...]:
         """Returns for each parameter of a layout whether the compressor keeps its momentum."""
