@@ -56,7 +56,7 @@ class Automatic:
 
 _models: WeakKeyDictionary[DistributedDataParallel, Automatic] = WeakKeyDictionary()
 """DDP models of this process that have the automatic hook."""
-_replicated = False
+replicated = False
 """True once a model of `replicate()` has had its first backward pass."""
 _logged: set[str] = set()
 """Texts that were logged already."""
@@ -184,13 +184,13 @@ def _add_replicated(model: nn.Module) -> None:
 
     It does nothing if the script has applied gradwire already, and logs why if the model cannot have it.
     """
-    global _replicated
+    global replicated
     from gradwire.comms.sharded.param_groups import is_replicated, sharded_param_groups
 
     config = Config.automatic()
     if config is None or not is_replicated(model):
         return
-    _replicated = True
+    replicated = True
     if any(param_group.hooked for param_group in sharded_param_groups(model)):
         return
     from gradwire.comms.sharded.apply import apply
@@ -237,7 +237,7 @@ def _check_for_models(optimizer: Optimizer, args: object, named: object) -> None
     if _checked:
         return
     _checked = True
-    if _models or _replicated or not dist.is_initialized() or dist.get_world_size() == 1 or _logged:
+    if _models or replicated or not dist.is_initialized() or dist.get_world_size() == 1 or _logged:
         return
     _log_once(
         f"{AUTOMATIC} is set, and no DistributedDataParallel has been made before the first step of "

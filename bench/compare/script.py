@@ -52,6 +52,8 @@ START_TIMEOUT = timedelta(minutes=5)
 _OWN = ("model", "megabytes", "replay", "batch", "factor", "slow_motion", "stream", "imports")
 """Options for the models of `gradwire compare` itself."""
 _LAST_LINES = 15
+NOT_USED = "it did not run: the script trains no DistributedDataParallel, so torch reduced its gradients as before"
+"""Words about a configuration whose hook no model has taken, as with FSDP2."""
 
 
 @dataclass(slots=True)
@@ -120,11 +122,11 @@ class ConfigurationRun:
         )
 
     def unexpected_hook(self) -> str | None:
-        """Returns the name of a hook that the script registered itself and that ran instead; None if there is none."""
+        """Returns the name of the script's own hook that ran instead, "" if none ran; None if its own did."""
         hooks = {hook for own in self.records.values() for each in own for hook in each["hooks"]}
         expected = {hook.__name__ for name, hook in TORCH_HOOKS.items() if name == self.name}
         expected |= {"automatic_hook"} if self.name.startswith("gradwire") else set()
-        return next(iter(sorted(hooks - expected - {""})), None)
+        return min(hooks - expected - {""}, default="" if expected and not expected & hooks else None)
 
     def _why_not(self, steps: int) -> str:
         """Returns why there are no figures, with the last lines of the rank that failed first, or else came least far.
@@ -344,9 +346,7 @@ def what_to_write(results: Sequence[ConfigurationResult], configurations: Mappin
     if not any(each.seconds is not None for each in results[1:]):
         return "No other configuration was measured: nothing can be said yet."
     if not faster:
-        return (
-            "No configuration was clearly faster than plain DDP: change nothing, or measure again with more --rounds."
-        )
+        return "No configuration was clearly faster than plain DDP: change nothing, or take more --rounds."
     close = [name for name, saved in faster.items() if saved >= MOST_OF_IT * max(faster.values())]
     name = min(close, key=lambda one: distortion_of(configurations[one] or one.split()[1]))
     hook = configurations[name]
@@ -431,12 +431,12 @@ def _show(
             status = "".join(f"; rank {rank} failed with status {end[1]}" for rank, end in run.failures.items())
             console.print(f"{run.name} ended after {made} of {options.rounds} timed steps{status}")
     for name, hook in foreign.items():
-        console.print(f"{name}: the script registers a hook itself, {hook}, which ran in its place")
+        own = f"the script registers a hook itself, {hook}, which ran in its place"
+        console.print(f"{name}: {own if hook else NOT_USED}")
     console.print("loss: mean over all ranks and the last quarter of the steps, of what backward() is called on")
     if foreign:
-        console.print(
-            "Nothing can be said where the script's own hook ran: leave its registration out, and compare again"
-        )
+        how = "leave its registration out, and compare again" if any(foreign.values()) else "see the pages on FSDP2"
+        console.print(f"Nothing can be said where the configuration did not run: {how}")
     else:
         console.print(what_to_write(results, runs.configurations))
 
@@ -455,7 +455,7 @@ def _read(argv: list[str]) -> argparse.Namespace:
     if not options.script:
         raise ValueError("`--script`: found nothing after it, wanted a script, for example --script train.py")
     if not Path(options.script[0]).is_file():
-        raise ValueError(f"`--script`: there is no file {options.script[0]}; wanted a Python script and its arguments")
+        raise ValueError(f"`--script`: there is no file {options.script[0]}; wanted a path, not -m, and its arguments")
     return options
 
 

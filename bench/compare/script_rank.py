@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.configuration import nic_nbytes
 from gradwire.bench.steps import run_until
+from gradwire.comms import automatic
 from gradwire.comms.bootstrap.compat import comm_hook_name, ddp_models
 
 STEP = "gradwire_step"
@@ -53,7 +54,8 @@ def main(argv: Sequence[str]) -> None:
             "gradient_nbytes": nbytes,
             "carried": nic_nbytes(interface or None),
             "loss": float(torch.stack(losses).mean()) if losses else None,
-            "hooks": sorted({comm_hook_name(model) for model in ddp_models()}),
+            # A model of replicate() has gradwire's hook in another place than DDP's models.
+            "hooks": sorted({*map(comm_hook_name, ddp_models()), *["automatic_hook"] * automatic.replicated}),
         }
         losses.clear()
         if step <= int(steps):

@@ -107,6 +107,7 @@ def test_a_hook_of_the_scripts_own_is_named() -> None:
     assert run_of(PLAIN, records([1.0])).unexpected_hook() is None
     assert run_of("torch fp16 hook", records([1.0], hook="fp16_compress_hook")).unexpected_hook() is None
     assert run_of("gradwire int8", records([1.0], hook="automatic_hook")).unexpected_hook() is None
+    assert run_of("gradwire int8", records([1.0])).unexpected_hook() == ""  # FSDP2: no model takes one
 
 
 def test_speed_ups_are_over_plain_ddp_and_what_does_not_run_comes_last() -> None:
@@ -246,6 +247,20 @@ def test_no_advice_is_given_where_the_scripts_own_hook_ran(
     shown = " ".join(capsys.readouterr().out.split())
     assert "gradwire int8: the script registers a hook itself, comm_hook, which ran in its place" in shown
     assert "leave its registration out, and compare again" in shown and "Take gradwire" not in shown
+
+
+def test_a_configuration_that_no_model_takes_is_not_compared(
+    capsys: pytest.CaptureFixture[str], on_replaced_nodes: Callable[..., list[str]]
+) -> None:
+    def run(options: argparse.Namespace, nodes: list[int], runs: _Runs) -> None:
+        for name, seconds in ((PLAIN, 2.0), ("gradwire int8", 1.0)):
+            runs.begin(name)
+            runs.found[-1] = run_of(name, records([seconds] * 4))
+
+    assert main(on_replaced_nodes(run_emulated=run)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "gradwire int8: it did not run: the script trains no DistributedDataParallel" in shown
+    assert "pages on FSDP2" in shown and "Take gradwire" not in shown
 
 
 class FailingCluster:
