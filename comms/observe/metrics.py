@@ -195,11 +195,9 @@ class Metrics:
         Args:
             text: Function that returns the metrics of the steps so far; called only then.
         """
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + self._every_seconds
-        self._export(text())
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + self._every_seconds
+            self._export(text())
 
     def _export(self, text: str) -> None:
         """Replaces the text that is served and the file; after a failed write, the file is no longer written."""

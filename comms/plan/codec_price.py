@@ -314,9 +314,10 @@ def square_layout(nbytes: float, side: int = 1024) -> Layout:
 
     Args:
         nbytes: Bytes of the gradient in float32.
-        side: Rows and columns of a matrix.
+        side: Rows and columns of a matrix; more beyond 4,096 matrices, as large models have larger ones, not only more.
     """
     numel = max(1, round(nbytes / ELEMENT_NBYTES))
+    side = max(side, int((numel // 4096) ** 0.5))
     matrices, rest = divmod(numel, side * side)
     shapes = [(f"matrix{index}", (side, side)) for index in range(matrices)]
     return layout_of([*shapes, ("rest", (rest,))] if rest else shapes)

@@ -55,6 +55,13 @@ def test_an_unknown_gradient_has_the_size_that_was_given(nbytes: int) -> None:
     assert 4 * square_layout(nbytes).numel == pytest.approx(nbytes, abs=4)
 
 
+@pytest.mark.parametrize("nbytes", [1e10, 1e12, 1e14])
+def test_a_layout_of_any_size_has_few_matrices(nbytes: float) -> None:
+    layout = square_layout(nbytes)
+    assert 4 * layout.numel == pytest.approx(nbytes, abs=4) and len(layout.slices) < 5000
+    assert len(square_layout(1e10).slices) == 2385  # 1024 x 1024 as long as those are few
+
+
 @pytest.mark.parametrize(("name", "rounds"), [("int8", 2), ("fp16", 2), ("powersgd", 4), ("dgc", 1)])
 def test_rounds_are_counted_as_they_are_run(name: str, rounds: int) -> None:
     # Powersgd's two factors are two rings; dgc gathers once.
