@@ -223,7 +223,8 @@ def _chain(bus_id: str, above: dict[tuple[str, str], str]) -> tuple[str, ...] | 
     chain: list[str] = []
     domain, bus = bus_id[:-8], bus_id[-7:-5]
     while (bridge := above.get((domain, bus))) is not None:
-        if bridge in chain or bridge == bus_id:
+        # A chain through more than the 256 buses of a domain comes by one of them twice.
+        if len(chain) > 256 or bridge == bus_id:
             return None
         chain.append(bridge)
         bus = bridge[-7:-5]
