@@ -52,7 +52,7 @@ def read(file: Path) -> PlotRecord:
         record: PlotRecord = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"`FILE.json` {file} is no JSON: {error}") from None
-    kind = record.get("kind", "bench") if isinstance(record, dict) else None
+    kind = str(record.get("kind", "bench")) if isinstance(record, dict) else None
     ours = kind in _DRAWN or (kind == "bench" and ("blocks" in record or is_trace(record)))
     if not ours:
         raise ValueError(

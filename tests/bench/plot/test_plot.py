@@ -102,6 +102,14 @@ def test_compare_files_become_bars(tmp_path: Path) -> None:
     assert "secret" not in text
 
 
+@pytest.mark.parametrize("kind", [[], {}, None, 3])
+def test_a_kind_of_another_type_is_refused_in_words(kind: object, tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps({"kind": kind, "results": []}))
+    with pytest.raises(ValueError, match="is none of gradwire's"):
+        plot.read(file)
+
+
 def test_a_training_has_the_loss_beside_each_bar(tmp_path: Path) -> None:
     load_pyplot().rcParams["svg.fonttype"] = "none"
     file = tmp_path / "training.json"
