@@ -99,10 +99,10 @@ def check_factors(group: dist.ProcessGroup) -> None:
     """A factor of zero is a factor; integers take none, and the refused call is no operation of the group."""
     for factor, wanted in ((0.0, 0.0), (0.5, 3.0)):
         summed = torch.full((2,), 3.0)
-        dist.all_reduce(summed, dist._make_nccl_premul_sum(factor), group=group)
+        dist.all_reduce(summed, dist._make_nccl_premul_sum(factor), group=group)  # type: ignore[attr-defined]
         assert summed.tolist() == [wanted, wanted]
     options = dist.AllreduceOptions()
-    options.reduceOp = dist._make_nccl_premul_sum(2.0)
+    options.reduceOp = dist._make_nccl_premul_sum(2.0)  # type: ignore[attr-defined]
     with pytest.raises(NotImplementedError, match="sum or average"):
         group.allreduce([torch.ones(2, dtype=torch.int32)], options)
 
