@@ -215,9 +215,9 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._has_inputs = queue_end_of_backward(self._backward_ended)
             self._backward.begin(self._buckets, self._sparse, autograd_calls=self._has_inputs)
         ends = bucket.is_last() and self._backward.last_bucket_arrived()
-        future = self._backward.attempt(lambda: self._add(bucket, begins=begins))
+        future = self._unless_failed(lambda: self._add(bucket, begins=begins))
         if ends:
-            self._backward.finish(self._end_step)
+            self._finish_step()
         return Bucket.of(bucket.buffer()).give_up() if future is None else future
 
     def _add(self, bucket: GradBucket, *, begins: bool) -> FutureTensor:
@@ -249,16 +249,9 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._session.communicator.executor.raise_failure()
 
     def _reduce(self, bucket: GradBucket, flat: Tensor, session: GradientSession, now: Mark | None) -> FutureTensor:
-        """Adds a bucket to the step, and starts the all-reduces that it completes by the fusion plan.
+        """Adds a bucket to the step, starts the all-reduces that it completes by the fusion plan; returns its future.
 
-        Args:
-            bucket: Bucket from DDP.
-            flat: Gradients of the bucket, dense or sparse.
-            session: Session of the connected ranks.
-            now: Time of the bucket's arrival; None if arrivals are not timed in this step.
-
-        Returns:
-            Future of the bucket's averages.
+        `now` is the time of its arrival; None if arrivals are not timed in this step.
         """
         if flat.layout != torch.strided:
             return self._reduce_sparse(bucket, flat, session)
@@ -398,15 +391,27 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         # DDP has queued its own callback by now, so a callback that is queued here runs after DDP's.
         after_ddp = self._session is not None and self._session.listeners.ends_after_ddp
         if not (after_ddp and queue_end_of_backward(self._ddp_ended)):
-            self._backward.finish(self._end_step)
+            self._finish_step()
 
     def _ddp_ended(self) -> None:
         """Ends the step in a callback of autograd behind DDP's own, which copies averages into the gradients.
 
         DDP leaves the gradients of parameters that no rank has used as they were.
         """
-        self._backward.attempt(self._connected("backward()").listeners.ddp_ended)
-        self._backward.finish(self._end_step)
+        self._unless_failed(self._connected("backward()").listeners.ddp_ended)
+        self._finish_step()
+
+    def _finish_step(self) -> None:
+        """Ends a step unless it has failed, and has the error of a failed one raised behind DDP's callback."""
+        self._unless_failed(self._end_step)
+        self._backward.raise_error()
+
+    def _unless_failed(self, call: Callable[[], FutureTensor | None]) -> FutureTensor | None:
+        """Calls a function unless the step has failed; None also if this call fails it: `_finish_step` raises that."""
+        if not self._backward.has_failed:
+            with self._backward.keeping_error():
+                return call()
+        return None
 
     def _launch(self, session: GradientSession, launches: Sequence[AllReduce], *, wait: bool = False) -> None:
         """Starts all-reduces; weighed gradients may be deferred until the weights of the step are known.

@@ -161,9 +161,9 @@ class Observer(StepListener):
                 )
                 self._trace_given_up |= self._trace is not None
                 self._stragglers = self._trace = self._communicator.executor.stats.recorder = None
-        number, report = step.number, step.report
-        self._text = lambda: self.add_to(report(number)).to_prometheus()
         if self._metrics is not None:
+            number, report = step.number, step.report
+            self._text = lambda: self.add_to(report(number)).to_prometheus()
             self._metrics.step_ended(self._text)
 
     def _ask_others(self, step: EndedStep) -> None:
@@ -272,10 +272,11 @@ class Observer(StepListener):
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.end_early()
-        metrics, self._metrics = self._metrics, None
+        # The text refers to this observer, so a reference that stayed would keep it and its communicator.
+        metrics, self._metrics, text, self._text = self._metrics, None, self._text, None
         if metrics is not None:
             try:
-                metrics.close(None if self._text is None else self._text())
+                metrics.close(None if text is None else text())
             except RuntimeError as error:  # of the device, after a failure
                 log.warning("the metrics lack what was sent last: %s", error)
                 metrics.close()

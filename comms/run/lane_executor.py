@@ -127,7 +127,9 @@ class LaneExecutor(Executor):
 
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
         """Takes one chunk through its phases; the last one to end completes the futures. See `Executor.run_chunk`."""
-        yield from super().run_chunk(run, chunk)
+        if self.failure_handler.error is not None:
+            self._refuse_if_failed()
+        yield from self._programs.run_chunk(run, chunk)
         with self._lock:
             run.pending -= 1
             last = run.pending == 0

@@ -14,16 +14,14 @@ Source: torch/csrc/distributed/c10d/reducer.cpp, `mark_variable_ready`, `finaliz
 `ensure_prior_reduction_finished` (torch 2.13 to 2.15).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 from gradwire.comms.bootstrap.compat import queue_end_of_backward
 from gradwire.comms.run.all_reduces import Bucket
-
-T = TypeVar("T")
 
 TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
 """First timed step, end of the first timed range (exclusive), period of later ranges, and number of steps in each.
@@ -90,31 +88,26 @@ class BackwardTracker:
             if not self._final:
                 self._error, self.follows_error = None, True
 
-    def attempt(self, call: Callable[[], T]) -> T | None:
-        """Calls a function unless the step has failed; its error fails the step, and completes all open futures of it.
+    @property
+    def has_failed(self) -> bool:
+        """Whether the step has failed: nothing more is done for it, and `raise_error` raises its error at its end."""
+        return self._error is not None
 
-        Args:
-            call: The function.
-
-        Returns:
-            Its result; None if the step has failed.
-        """
-        if self._error is not None:
-            return None
+    @contextmanager
+    def keeping_error(self) -> Iterator[None]:
+        """Returns a context whose error does not leave it: it fails the step, and completes all open futures of it."""
         try:
-            return call()
+            yield
         except self.kept as error:
             self._error, self._final = error, any(self._arrived)
             for bucket in chain(*self._arrived):
                 bucket.give_up()
-            return None
 
-    def finish(self, end_step: Callable[[], None]) -> None:
-        """Ends the step by `end_step()`, and has the error of a failed step raised: at once outside of backward.
+    def raise_error(self) -> None:
+        """Has the error of a failed step raised, if the step that ends has failed: at once outside of backward.
 
         DDP queues its callback when the hook has returned for the last bucket, so this queues one that queues another.
         """
-        self.attempt(end_step)
         self._arrived = ()
         if self._error is not None:
             self._raise_behind(2, self._error)

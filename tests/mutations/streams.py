@@ -231,7 +231,7 @@ STREAMS = (
     Mutation(
         "a step ends before DDP waits for its map of used parameters",
         "comms/hook.py",
-        '        after_ddp = self._connected("backward()").listeners.ends_after_ddp\n',
+        "        after_ddp = self._session is not None and self._session.listeners.ends_after_ddp\n",
         "        after_ddp = False\n",
         "What gradwire issues for itself at the end of a step runs beside DDP's own sum.",
         (f"{_HOOK}test_a_step_ends_behind_the_call_in_which_ddp_waits_for_its_map",),
