@@ -104,7 +104,15 @@ class PlanChoice(OptionGroup):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Reduction(OptionGroup):
-    """Reduction of the ranks' gradients, a part of `Config`. As an option it may be a mapping of these names."""
+    """Reduction of the ranks' gradients, a part of `Config`.
+
+    The option `reduction` takes the value of `kind`, or a mapping with some of the names `kind`, `average`,
+    `predivide`, `sum_dtype` and `sparse_as_dense`.
+
+    Raises:
+        TypeError: `average` is no bool.
+        ValueError: Another value does not fit, or two of them contradict each other.
+    """
 
     OPTION: ClassVar[str] = "reduction"
 

@@ -81,7 +81,7 @@ class FusionPlan:
 
 
 class Fusion:
-    """Collects the buckets of a step, and returns the all-reduces to start.
+    """Collects the buckets of a step, and returns the all-reduces to start: of several buckets, one, or a piece of one.
 
     Args:
         plan: Fusion plan of the first step.

@@ -69,9 +69,9 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         extra_state: Objects whose `state_dict` a process that joins the running job receives in addition to the model:
             the optimizer, scheduler, GradScaler, data loader. The same on all ranks, in the same order. Without it no
             process can join.
-        on_membership_change: Called as `on_membership_change(old, new)` with two `View`s, inside `loss.backward()`, at
-            the end of the first step that ran on other ranks than the step before. Assign the data to the ranks again
-            here.
+        on_membership_change: Called as `on_membership_change(old, new)` with two `View`s, once for each change: inside
+            `loss.backward()` at the end of the step in which ranks have failed, or before the forward pass in which
+            others join. Assign the data to the ranks again here.
         **options: Fields of `Config` by name; they override the environment.
 
     Raises:

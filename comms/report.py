@@ -65,7 +65,9 @@ class Straggler:
 
 
 def wrapped(text: str) -> str:
-    """Wraps a text to the width of the terminal; if the output is a file or a pipe, returns it as it is.
+    """Wraps a text to the width of the terminal, or to 40 columns in a narrower one; words are not cut.
+
+    If the output is a file or a pipe, returns the text as it is.
 
     Args:
         text: Text of one or several lines; those that begin with a space are not wrapped.

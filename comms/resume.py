@@ -46,11 +46,11 @@ def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
 
     Args:
         rows: Result of `to_rows` for the same model.
-        present: Layouts of this step's buckets, which name every parameter.
+        present: Layouts of the buckets of the first step after the load, which name every parameter.
 
     Returns:
-        Layout of each all-reduce, in order; None if this step has other parameters or elements than those had
-        (because one was frozen, say).
+        Layout of each all-reduce, in order; None if the first step after the load has other parameters or elements than
+        the saved step had (because one was frozen, say).
     """
     names, shapes = _names(present), {piece.name: piece.shape for layout in present for piece in layout.slices}
     if rows.numel() and int(rows[:, 1].max()) >= len(names):

@@ -121,7 +121,7 @@ class SessionRanks:
 
     @classmethod
     def name_in(cls, group: dist.ProcessGroup, kind: str) -> str:
-        """Returns the name of the next session of a kind on a group; each call counts one more.
+        """Returns the name of the next session of a kind on a group: `hook0`, then `hook1`; each call counts one more.
 
         Args:
             group: The process group; all its ranks make their sessions of a kind in the same order.

@@ -137,7 +137,8 @@ class Nic(Endpoint):
 class Gpu(Endpoint):
     """Describes one GPU as the driver counts it (on AMD MI200 that is half a card).
 
-    Its key is the bus id, or `GPU0` if the source has none.
+    Its key is the bus id; further parts of a card that appears as several GPUs on one bus id have `/1`, `/2` ... behind
+    it. It is `GPU0`, `GPU1` ... if the source has no bus ids.
     """
 
     index: int | None = None

@@ -435,9 +435,10 @@ class JobFacts:
         return 2 * (count - 1) / count * self.gradient_nbytes / max(bytes_per_second, 1.0)
 
     def plain_exchange_seconds(self) -> float:
-        """Returns the seconds of the gradients' exchange under plain DDP, of which a known step is.
+        """Returns the seconds that plain DDP needs to exchange the gradients of a step.
 
-        That is the time of gloo or NCCL, whichever was faster, else the least time at the rate of a healthy link.
+        That is what the faster of gloo and NCCL needs by its measured time for each byte; if neither was measured, the
+        least time at the rate of a healthy link.
         """
         times = [each.seconds / each.nbytes for each in self.backends if each.seconds and each.backend in PLAIN]
         return min(times) * self.gradient_nbytes if times else self.exchange_seconds(self.good_rate())

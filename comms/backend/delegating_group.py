@@ -134,7 +134,9 @@ def _delegate(
 
 
 class DelegatingGroup(dist.ProcessGroup):
-    """Delegates every collective, under all its names in torch 2.13 to 2.15; strided CPU tensors are sent as copies.
+    """Delegates every collective, under all its names in torch 2.13 to 2.15, to one of torch's groups.
+
+    CPU tensors that are not contiguous are sent as contiguous copies.
 
     Args:
         inner: Torch's group of the same ranks, with backends for all devices.

@@ -42,11 +42,13 @@ class _Call:
 
 
 class NodeCollectives:
-    """Runs one rank's part of collectives through shared memory, on a thread of its own.
+    """Runs broadcast, all_gather and reduce_scatter between the ranks of one node, on a thread of its own.
 
-    Every rank makes one, and calls the same methods in the same order. Tensors are on the CPU, with any strides; they
-    must not be touched until the returned future is done, whose value is the list of filled tensors. The methods raise
-    RuntimeError after `close`; all other errors are raised by the future.
+    The data passes through shared memory. Every rank makes one object, and calls the same methods in the same order.
+    Tensors are on the CPU, with any strides; they must not be touched until the returned future is done, whose value is
+    the list of filled tensors. A method itself raises RuntimeError after `close`. What fails on the thread (connecting
+    to the other ranks at the first collective, the collective itself) is raised by the future, as a RuntimeError with
+    the error's text.
 
     Thread safety: one thread issues collectives; `abort` may be called from any thread.
 

@@ -1,8 +1,9 @@
 """The torch.distributed backend "gradwire": `dist.init_process_group("gradwire")`, `new_group(backend="gradwire")`.
 
 The group holds torch's own backends, gloo for CPU and NCCL for CUDA tensors, and hands everything to them but what
-gradwire does faster: sums run by a plan wherever that beats the flat one, and on a single node CPU
-collectives go through shared memory. Everything is exact: nothing is compressed here.
+gradwire does faster. Sums run by a plan wherever that beats the inner group's all-reduce. Broadcast, all-gather and
+reduce-scatter of CPU tensors go through shared memory on a single node; on several nodes they run by a plan, if it is
+predicted to beat gloo or asked for by name. Everything is exact: nothing is compressed here.
 
 A call is handled here only in the shape that torch's own functions use, `(list of tensors, options)`; every other shape
 goes to the inner group, which knows them all, as does every collective that is not here: see `delegating_group`.
@@ -110,7 +111,10 @@ def _is_local(*tensors: Tensor) -> bool:
 
 
 class GradwireGroup(DelegatingGroup):
-    """Runs collectives as the process group of backend "gradwire"; see the module for which it runs itself.
+    """Runs collectives as the process group of backend "gradwire".
+
+    Itself it runs sums by a plan and, of CPU tensors, broadcast, all-gather and reduce-scatter (through shared memory
+    on one node, by a plan on several) where that is faster; torch's own group runs everything else.
 
     Args:
         options: Store, rank, size, timeout and name of the group.

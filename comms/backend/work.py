@@ -106,7 +106,11 @@ class FutureWork(dist.Work):
         self.wait()
 
     def _done_within(self, timeout: timedelta) -> bool:
-        """Waits for the future, and returns whether it is done before the timeout."""
+        """Waits for the future, and returns whether it is done before the timeout.
+
+        Args:
+            timeout: Longest wait; zero does not wait, and returns whether the future is done now.
+        """
         done = threading.Event()
         self._future.add_done_callback(lambda _: done.set())
         return done.wait(timeout.total_seconds())

@@ -126,19 +126,20 @@ def outside_connections() -> Iterator[tuple[str, str, socket.socket]]:
 
 
 class TcpInfo(NamedTuple):
-    """Counters of one TCP connection; 0 if the kernel is too old for a counter.
+    """Counters of one TCP connection since it was opened; 0 if the kernel is too old for a counter.
 
     Attributes:
         timeouts: Retransmissions in a row since the last acknowledgement.
-        unacknowledged: Segments in flight.
+        unacknowledged: Segments in flight now.
         retransmitted: Segments sent again.
-        acknowledged_nbytes: Payload bytes acknowledged; since Linux 4.1.
-        trip_seconds: Shortest round trip; since Linux 4.9, 0 before the first one.
-        segments: Segments with data sent.
-        busy_seconds: Time with data in flight, in steps of milliseconds; since Linux 4.10, like the next two.
+        acknowledged_nbytes: Payload bytes acknowledged.
+        trip_seconds: Shortest round trip; 0 before the first one.
+        segments: Segments with data sent, repeated ones included.
+        busy_seconds: Time with data that is to be sent or not acknowledged yet, in steps of the kernel's clock
+            (milliseconds).
         receiver_seconds: Part of it in which the receiver's window was full.
-        sender_seconds: Part of it in which the send buffer was full.
-        sent_twice: Segments sent again needlessly; since Linux 5.4.
+        sender_seconds: Part of it in which the size of the send buffer was the limit.
+        sent_twice: Segments of which the receiver has reported that it got them twice.
         is_whole: Whether the kernel has all counters.
     """
 

@@ -645,5 +645,9 @@ def _configure(connection: socket.socket) -> None:
 
 
 def _claimed(peer: PeerConnection) -> int:
-    """Returns the rank that the connecting end claims in its hello."""
+    """Returns the rank that the connecting end claims to be, which it may not have proved yet.
+
+    Args:
+        peer: State of an accepted connection, whose `hello` is complete: greeting, rank in 4 bytes, nonce.
+    """
     return int.from_bytes(peer.hello[len(GREETING) :][:4], "big")

@@ -159,7 +159,9 @@ class ElasticTraining(StepListener):
     Args:
         state: Hook state that averages the model's gradients; it is not kept alive.
         extra_state: Objects whose state a joining process receives, such as the optimizer; empty: no process can join.
-        on_membership_change: Called after a step with the ranks before and after a change; None: nothing is called.
+        on_membership_change: Called with the ranks before and after, once for each change: at the end of the step in
+            which ranks have failed, or before the forward pass in which others join. A process that joins does not call
+            it for its own joining. None: nothing is called.
 
     Attributes:
         resilient_ops: Repeats operations after a rank failure; None before the ranks have connected.
@@ -192,7 +194,10 @@ class ElasticTraining(StepListener):
         self._model = weakref.ref(model)
 
     def take_over_group(self) -> dist.ProcessGroup:
-        """Gives the model a group that changes with the ranks, and admits joining processes before each forward pass.
+        """Gives the model a group that changes with the ranks, and adds a hook that admits joining processes.
+
+        The hook runs before each forward pass, and admits them if the model is in training mode and gradients are
+        enabled.
 
         Returns:
             The group.
@@ -205,6 +210,9 @@ class ElasticTraining(StepListener):
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> GradientSession:
         """Connects the ranks that start together, or joins a running job if `join` is set; returns the session.
+
+        A process that joins also loads rank 0's state: the model, the number of the step, the objects in `extra_state`
+        and the compressor's counters.
 
         Args:
             group: Process group of the ranks that start together; a joining process only names its state by it.
@@ -583,7 +591,7 @@ class ElasticTraining(StepListener):
 class AdmitJoining:
     """Admits waiting processes before each forward pass in training: a forward pre-hook of an elastic model.
 
-    In an evaluation it does nothing, because not all ranks may take part in that.
+    In evaluation mode, or without gradients, it does nothing, because not all ranks may take part in such a pass.
 
     Args:
         training: Elastic training of the model; not kept alive.

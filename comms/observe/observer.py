@@ -245,7 +245,10 @@ class Observer(StepListener):
         return self._metrics.port
 
     def add_to(self, report: Report) -> Report:
-        """Returns a report with the stragglers found so far, the last stall, and the number of stalls added."""
+        """Returns a copy of a report with the present stragglers, the last stall and the number of stalls in it.
+
+        Of a part that this object does not observe, the report's own values stay.
+        """
         if self._stragglers is not None:
             once = () if self._stragglers.once is None else (self._stragglers.once,)
             report = replace(report, stragglers=(*self._stragglers.found, *once))

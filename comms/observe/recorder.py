@@ -24,7 +24,7 @@ class Note:
     """An interval on a track of the timeline.
 
     Attributes:
-        track: Name of the track: a lane, the transfers, the buckets.
+        track: Name of the track: `step`, `buckets`, `transfers` or a lane, `lane 0.1`; of a watch, a group or channel.
         name: Text of the interval.
         began: Begin; on CUDA, a mark in the stream.
         ended: End; on CUDA, a mark in the stream.

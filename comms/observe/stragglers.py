@@ -600,10 +600,11 @@ class _Diagnosis:
         )
 
     def _links_of(self, breakdowns: Sequence[Breakdown], length: float) -> list[Straggler]:
-        """Returns the finding about links that are much slower than others, or than before; empty if there is none.
+        """Returns the finding about links that are much slower than others, or than before: one, or none.
 
-        It is about the first phase of the plan with slow transfers, from the second breakdown in a row on that shows
-        them; the first such breakdown sets `confirms_link`.
+        It is about the first phase in which all groups' times are known and a link is slow. At the first breakdown that
+        shows it this only remembers the phase and the usual time, sets `confirms_link`, which asks for one more
+        breakdown, and returns none; it returns the finding as long as the breakdowns after that show the phase slow.
 
         Args:
             breakdowns: Breakdowns of all ranks.

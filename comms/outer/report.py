@@ -59,9 +59,10 @@ class OuterReport:
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """Returns the report as JSON-compatible dicts, lists, numbers, strings and None, with the attributes' names.
+        """Returns all attributes by name as values that JSON can hold: dicts, lists, numbers, strings and None.
 
-        `wait_share` and `bits_per_parameter_and_step` are added.
+        `wait_share` and `bits_per_parameter_and_step` are added. `exchange`, `inside` and `settings` are dicts of their
+        own attributes, of which the latter two may be None.
         """
         reports = {"exchange": self.exchange.to_dict(), "inside": self.inside and self.inside.to_dict()}
         workers = [list(worker) for worker in self.workers]

@@ -122,11 +122,12 @@ class Candidate:
         step_seconds: Predicted seconds of a step: its micro-batches that send nothing, its last backward pass until all
             gradients are averaged, and forward pass, data loading and optimizer as far as the workload gives them.
         exposed_seconds: Seconds that communication adds to the backward pass.
-        hidden: Whether communication adds next to nothing to the backward pass.
+        hidden: Whether communication adds next to nothing to the backward pass but the all-reduce of the last bucket,
+            which nothing can hide; False if the duration of the backward pass is not known.
         limit: Resource that limits the all-reduce of the whole gradient, in words.
         warning: Why it is not recommended whatever its speed; empty if nothing speaks against it.
-        available: Whether gradwire can run it; a compressor only counts in the hierarchical plan, as it works between
-            nodes.
+        available: Whether it may be recommended: without a compressor, if the option `plan` has the name; with one, if
+            the plan is `hierarchical`. (Compressors also run with `flat` and `leader`, which are not recommended.)
     """
 
     name: str

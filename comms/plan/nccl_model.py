@@ -402,6 +402,6 @@ def nccl_model(cluster: Cluster) -> NcclModel:
         cluster: Placement of the ranks, and link rates.
 
     Raises:
-        ValueError: It has no fabric, or more than two levels.
+        ValueError: It has no fabric, or any number of levels but two.
     """
     return NcclModel(cluster)

@@ -155,9 +155,9 @@ class Schedule:
 
 
 def member_shares(phase: Phase, transfer: Transfer) -> tuple[int, ...]:
-    """Returns the weight of the part that each member of an all_reduce owns; empty if all own equal parts.
+    """Returns the weight of the part that each member of an all_reduce owns; empty asks for equal parts.
 
-    It is empty also if all weights are 0, that is, if all members are in units with the slowest links.
+    It is empty if the phase has no `shares`, or if those of all members are 0: units with slow links may own nothing.
 
     Args:
         phase: Phase of the plan.

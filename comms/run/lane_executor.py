@@ -98,7 +98,19 @@ class LaneExecutor(Executor):
         hold: bool = False,
         after: float = 1.0,
     ) -> None:
-        """Queues the chunks of an all-reduce for the lanes' threads, and returns at once; see `Executor.start`."""
+        """Joins the buckets of an all-reduce, queues its chunks for the lanes' threads, and returns.
+
+        Args:
+            all_reduce: The tensors, changed in place, and the buckets whose futures are completed at the end.
+            rank_plan: This rank's part in the plan.
+            scale: Factor on every rank's contribution, applied before any conversion to a narrower dtype.
+            flush: Whether to send uncompressed, with the compressor's residuals added.
+            hold: Not used on a CPU.
+            after: Factor on the sum of all contributions.
+
+        Raises:
+            RuntimeError: The executor is closed, or there is no memory to join buckets.
+        """
         now = self.stats.clock.now()
         run = RunningAllReduce(
             all_reduce,

@@ -250,7 +250,11 @@ class ShardLinks:
 
     @property
     def nodes(self) -> str:
-        """The placement as text: the ranks of each node, `0,1 2,3`, groups separated by `; `; empty if not known."""
+        """The placement for compressed collectives as text: the ranks of each node, numbered in their group, `0,1 2,3`.
+
+        Groups are separated by `; `. Empty if nothing is compressed between the ranks that share parameters. With the
+        plan `flat` each rank counts as a node.
+        """
         found = [link.nodes.members for link in self.made.values() if link.nodes is not None]
         return "; ".join(" ".join(",".join(map(str, node)) for node in members) for members in found)
 

@@ -122,8 +122,10 @@ class FsdpState(GradientState[AveragingSession]):
         model: The sharded or replicated model; kept by a weak reference.
         param_groups: The model's parameter groups.
         names: Names of the model's parameters.
-        replicas: The ranks that hold the same shards as this one; None leaves the gradients to torch. Then there is no
-            session: no listener follows the steps, and `straggler_every` and `stall_seconds` change nothing.
+        replicas: The ranks that hold the same shards as this one, over which gradients are averaged here; None if there
+            are none, or torch averages over them. Then there is no session: no listener follows the steps, and
+            `straggler_every` and `stall_seconds` change nothing. Collectives between the ranks that share parameters
+            are gradwire's either way; see `_take_shards`.
         config: The configuration.
         reporter: Reports a rank failure to all ranks of the grid.
 

@@ -45,7 +45,7 @@ class UsedMap(StepListener):
         self._unused = unused
         self._in_first_step = known is not None and known.static_graph
         self._passed: list[tuple[Tensor, int, int, int]] = []
-        """Parameters of the step, with the memory of their bucket, and the state of their gradients at its arrival."""
+        """(parameter, address of its bucket's memory, address and version of its `.grad` when the bucket arrived)."""
         self._in_every_step = known is not None and known.find_unused_parameters and not known.static_graph
         self.wants_buckets = unused is not None and (known is None or self._in_every_step)
 
@@ -64,7 +64,11 @@ class UsedMap(StepListener):
             torch.cuda.synchronize(self._device)
 
     def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
-        """Records the gradients of a bucket before DDP replaces them by the averages; see `StepListener`."""
+        """Notes where the gradients of a bucket's parameters lie before DDP replaces them by the averages.
+
+        That is the address and version of each `.grad`, and the address of the bucket's memory: no values are kept.
+        See `StepListener`.
+        """
         memory = flat.untyped_storage().data_ptr()
         self._passed += [(parameter, memory, *_written(parameter)) for parameter in parameters]
 

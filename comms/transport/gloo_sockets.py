@@ -90,12 +90,16 @@ class GlooSockets:
 
 
 def connections() -> Iterator[Connection]:
-    """Returns the TCP connections of this process that have a send time-out, as all of gloo's have; on Linux."""
+    """Yields the TCP connections of this process that may be gloo's; `opened_by` records those that are new.
+
+    Gloo does not say which sockets are its own. All of its connections have a send time-out, and hardly any others have
+    one, so every socket with one is yielded. On other systems than Linux none is.
+    """
     return _sockets(lambda each: any(each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)))
 
 
 def listeners() -> Iterator[Connection]:
-    """Returns the sockets at which this process listens for TCP connections; on Linux."""
+    """Yields the sockets at which this process listens for TCP connections, gloo's and others; on Linux alone."""
     return _sockets(lambda each: bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
 
 

@@ -167,8 +167,14 @@ class MpiGroup:
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
         """Sums `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
 
-        Starts an MPI alltoallv by which each rank gets its slice of all tensors. The work's `wait` sums it in rank
-        order.
+        Multiplies the whole of `tensor` by `scale` in place, then starts an MPI alltoallv by which each rank gets its
+        slice of all tensors. The work's `wait` sums these in rank order. The other slices hold this rank's own values
+        times `scale` afterwards.
+
+        Args:
+            tensor: 1-D on the CPU, contiguous; must not be touched until `wait` has returned.
+            bounds: Ascending, one more than ranks: bounds of the slice of each rank, in elements.
+            scale: Factor on every rank's contribution.
         """
         return self._scatter(tensor, bounds, scale)
 

@@ -282,7 +282,8 @@ class StreamedExchange:
 
     Args:
         nbytes: Bytes of all its messages, sent and received.
-        then: Called in the background thread when the last byte has been sent or received.
+        then: Called in the background thread when the last byte has been sent or received, before `done` is set; never
+            if `nbytes` is 0.
 
     Attributes:
         left: Bytes that have not been sent or received; above 0 after `done` if the exchange failed.
@@ -297,7 +298,13 @@ class StreamedExchange:
             self.done.set()
 
     def book(self, nbytes: int) -> None:
-        """Counts bytes that have been sent or received; the last ones set `done`."""
+        """Counts bytes that have been sent or received; with the last ones it calls `then`, and sets `done` after that.
+
+        Called by the background thread alone.
+
+        Args:
+            nbytes: Payload bytes, all of this exchange.
+        """
         self.left -= nbytes
         if self.left == 0:
             if self._then is not None:

@@ -90,7 +90,12 @@ class Analyzer:
         self._drawing = None if trace is None else TimelineWriter(store, trace)
 
     def poll(self) -> None:
-        """Reads all statuses, updates the report, logs what is new, and makes and handles requests; never waits.
+        """Reads the newest status of all ranks, updates the report, and logs what is new.
+
+        If something hangs, or a late rank is to be explained, it asks all ranks, by a number in the store, for their
+        last collectives. A later poll diagnoses the responses, once all have come or the time for them is over. It also
+        asks for the times of the timeline, if one is drawn. It waits for no rank, but each of its calls of the store
+        may block for up to 2 s (`REQUEST_TIMEOUT`).
 
         Raises:
             RuntimeError: The store is gone, or does not respond.

@@ -103,7 +103,8 @@ class LinkSummary:
         source: Host that sends.
         target: Host that receives.
         nbytes: Acknowledged bytes.
-        busy_seconds: Time in which there was data to send.
+        busy_seconds: Time in which there was data to send, and room for it at the receiver: the longest of the
+            connections between the two hosts.
         again_share: Share of its segments that were sent again.
     """
 

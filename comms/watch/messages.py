@@ -258,7 +258,14 @@ class MessageNotes:
         return work
 
     def _begin(self, channel: _Channel, tensor: Tensor) -> _Message:
-        """Counts a message of a channel as issued, and returns the note of it."""
+        """Counts a message of a channel as issued, adds a note of it to the channel's last ones, and returns the note.
+
+        A message that this rank sends counts as passed at once.
+
+        Args:
+            channel: Channel of the message.
+            tensor: Tensor that is sent or filled; its shape and dtype are noted.
+        """
         with self._lock:
             channel.group.begun += 1
             channel.issued += 1

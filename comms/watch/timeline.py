@@ -23,7 +23,7 @@ def clock_offsets(parts: Mapping[int, TimelinePart]) -> dict[int, Offset]:
     """Returns by how much each rank's clock is ahead of the lowest rank's, from collectives and messages of both.
 
     Args:
-        parts: Rank -> times of its last collectives.
+        parts: Rank -> times of its last collectives and messages; of one rank at least.
 
     Returns:
         Rank -> offset, to be subtracted from the rank's times. Ranks are left out that no collective or message

@@ -36,7 +36,7 @@ PIPE_WIDTH = 400
 
 
 def parser() -> CommandParser:
-    """Returns the parser of the command's options."""
+    """Returns the parser of the options of `gradwire topo`."""
     options = CommandParser(
         prog="gradwire topo",
         description="Shows CPUs, PCIe switches, GPUs, NICs and links of a machine (default: as a tree).",
@@ -62,13 +62,15 @@ def parser() -> CommandParser:
 def main(argv: list[str]) -> int:
     """Runs `gradwire topo`: shows this machine or, in a job of several ranks, the machines of all ranks.
 
-    In a job rank 0 alone prints. With any words in `argv` it shows one machine as they say, as outside a job.
+    In a job rank 0 alone prints the machines. If there are words in `argv`, it shows a single machine as they say, as
+    outside a job.
 
     Args:
         argv: Words after `gradwire topo`.
 
     Returns:
-        The exit status: 0, or 2 after an error, which is printed.
+        The exit status: 0; 1 on rank 0 of a job if nodes differ or ranks are badly placed; 2 after an error, which the
+        rank prints that has it.
     """
     try:
         return show_machine(argv) if world_size() == 1 else _show_in_job(argv)

@@ -144,7 +144,8 @@ def _threads_fix(cores: float, count: int) -> tuple[str, ...]:
 def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
     """Reports nodes whose cores were far slower than a good node's in several tries while no other node computed.
 
-    That is a median speed below 70 % of the good node's, and no try above 95 %.
+    That is a median speed below 70 % of the good node's, and no try above 95 %. Skipped are nodes whose CPU quota is
+    below their number of ranks, and in the user's own script those for which the others wait next to nothing.
     """
     names = facts.names
     for name, ranks in zip(names, facts.nodes, strict=True):

@@ -67,7 +67,20 @@ def reduce_encode(
     reduced: Tensor,
     numel: int,
 ) -> None:
-    """Encodes the sum of the decoded payloads plus `residual` into `reduced`."""
+    """Encodes the sum of the decoded payloads plus `residual` into `reduced`, on a CUDA device.
+
+    One launch; for a codec without a kernel of this kind two, of `decode_reduce` and `encode_pieces`, with a temporary
+    tensor of the sum.
+
+    Args:
+        codec: Format of the payloads.
+        payloads: (workers, at least wire_nbytes(numel)) uint8: the workers' payloads of the owner's part.
+        residual: (numel) float32, compression error of the owner's reduced payloads so far; or None.
+        new_residual: (numel) float32, receives the sum plus `residual` less what `reduced` decodes to; None keeps
+            nothing.
+        reduced: (wire_nbytes(numel)) uint8, overwritten.
+        numel: Elements of the owner's part.
+    """
     family, device = family_of(codec), reduced.device
     check_tensors(device, numel, torch.float32, residual=residual, new_residual=new_residual)
     check_tensors(device, codec.wire_nbytes(numel), torch.uint8, reduced=reduced)
