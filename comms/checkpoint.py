@@ -484,6 +484,7 @@ def load_file(path: str) -> dict[str, object]:
 
     Raises:
         FileNotFoundError: There is no such file.
+        Exception: Whatever torch.load raises of a file that is damaged or no state.
     """
     saved: dict[str, object] = torch.load(path, map_location="cpu", weights_only=True)
     return saved

@@ -341,7 +341,9 @@ class Communicator:
 
         Raises:
             ValueError: `flat` is not flat or on another device, `layout` has another size, or integers have a factor.
-            CollectiveError: On CUDA, if `connect` was not called: the ranks could not connect.
+            CollectiveError: On CUDA: an earlier all-reduce has failed or, if `connect` was not called, the ranks could
+                not connect.
+            RuntimeError: The communicator is closed.
         """
         bucket = Bucket.of(flat, layout)
         self.start(AllReduce((flat,), layout, (bucket,)), scale=scale, flush=flush)
@@ -365,7 +367,9 @@ class Communicator:
 
         Raises:
             ValueError: A tensor is not flat, on another device, or does not fit its layout, or integers have a factor.
-            CollectiveError: On CUDA, if `connect` was not called: the ranks could not connect.
+            CollectiveError: On CUDA: an earlier all-reduce has failed or, if `connect` was not called, the ranks could
+                not connect.
+            RuntimeError: The communicator is closed.
         """
         # Buckets of a dtype that the compressor takes keep their layout; all others are exact.
         state, dtype, numel = self._state, all_reduce.parts[0].dtype, 0

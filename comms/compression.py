@@ -121,7 +121,10 @@ class Compression:
         return math.sqrt(traits_of(self.compressor).residual_square()) / (float(self.loss_scale.value) or 1.0)
 
     def take_saved_rows(self) -> Tensor | None:
-        """Returns the all-reduces that a just loaded checkpoint names, encoded as `Resume` does; None if none was."""
+        """Returns the all-reduces that a just loaded checkpoint names, in the encoding of `Resume`, and forgets them.
+
+        None if no checkpoint was loaded since the last call.
+        """
         saved, self._saved_rows = self._saved_rows, None
         return saved
 
@@ -199,14 +202,18 @@ class Compression:
 
     @property
     def dirty(self) -> bool:
-        """Whether there are residuals that have not been sent; the same on all ranks."""
+        """Whether there are residuals that have not been sent; the same on all ranks.
+
+        On CUDA it waits until the device has decided about the last step; see `resolve_last_step`.
+        """
         self.resolve_last_step()
         return self._dirty
 
     def state_dict(self) -> StateDict:
         """Returns the state of this rank for a checkpoint: of the compressor, the loss scale and the last all-reduces.
 
-        After a load, these are the loaded all-reduces until a step has replaced them.
+        After a load, these are the loaded all-reduces until a step takes them (`take_saved_rows`). On CUDA it waits until
+        the device has decided about the last step.
         """
         self.resolve_last_step()
         rows = to_rows(self._last_layouts) if self._saved_rows is None else self._saved_rows.clone()

@@ -144,7 +144,7 @@ class Fusion:
         return launches + self._join() if ends or not self.defers else launches
 
     def flush(self) -> list[AllReduce]:
-        """Returns all-reduces of the waiting buckets, to start in the middle of a step."""
+        """Returns the all-reduces of all waiting buckets, which wait no longer, to start before the step ends."""
         return self._join()
 
     def end_step(self) -> list[AllReduce]:

@@ -46,7 +46,7 @@ ChunkSteps = Iterator[Transition]
 
 @dataclass(slots=True, eq=False)
 class LaneJob:
-    """Holds a chunk of an all-reduce, which moves from lane to lane.
+    """Holds a chunk of an all-reduce, or another operation in its place, which moves from lane to lane.
 
     Attributes:
         steps: Coroutine that does the work and yields its transition to the next lane.

@@ -87,6 +87,8 @@ class ParameterNames:
     def layout(self, bucket: GradBucket) -> Layout:
         """Returns the layout of a bucket: the place of each parameter in its buffer.
 
+        It is made once for each list of parameters. Before `bind` it numbers parameters that were not seen before.
+
         Args:
             bucket: Bucket from DDP.
 

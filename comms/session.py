@@ -108,7 +108,7 @@ class SessionRanks:
         failure_policy: FailurePolicy | None = None,
         reporter: FailureReporter | None = None,
     ) -> "SessionRanks":
-        """Returns all ranks of a process group.
+        """Describes all ranks of a process group, with the next name of the kind; see `name_in`, which this calls.
 
         Args:
             group: The process group.

@@ -3,7 +3,8 @@
 The group holds torch's own backends, gloo for CPU and NCCL for CUDA tensors, and hands everything to them but what
 gradwire does faster. Sums run by a plan wherever that beats the inner group's all-reduce. Broadcast, all-gather and
 reduce-scatter of CPU tensors go through shared memory on a single node; on several nodes they run by a plan, if it is
-predicted to beat gloo or asked for by name. Everything is exact: nothing is compressed here.
+predicted to beat gloo or asked for by name (but `flat`, which is gloo). Everything is exact: nothing is compressed
+here.
 
 A call is handled here only in the shape that torch's own functions use, `(list of tensors, options)`; every other shape
 goes to the inner group, which knows them all, as does every collective that is not here: see `delegating_group`.

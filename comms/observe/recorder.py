@@ -24,7 +24,8 @@ class Note:
     """An interval on a track of the timeline.
 
     Attributes:
-        track: Name of the track: `step`, `buckets`, `transfers` or a lane, `lane 0.1`; of a watch, a group or channel.
+        track: Name of the track: `step`, `buckets`, `transfers`; a lane, `lane 0.1`, or on CUDA a phase with its index;
+            of a watch, a group or channel.
         name: Text of the interval.
         began: Begin; on CUDA, a mark in the stream.
         ended: End; on CUDA, a mark in the stream.

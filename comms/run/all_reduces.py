@@ -116,7 +116,8 @@ class Bucket:
         layout: Place of each parameter in `flat`; None if the bucket is never compressed.
         times: Times of arrival and of the end.
         future: Completed with `flat` or an error. On CUDA made when it is first needed.
-        pending: Number of all-reduces in flight that carry a part of it. Guarded by `_PENDING`.
+        pending: Number of all-reduces in flight that carry a part of it; negative after `give_up`. Guarded by
+            `_PENDING`.
         error: First error of those; None if there was none. Guarded by `_PENDING`.
         ends: On CUDA, events at the ends of all-reduces that carried a part of it.
         index: Index among the buckets of its step.
@@ -199,7 +200,7 @@ def pack(all_reduce: AllReduce) -> Tensor:
         all_reduce: The all-reduce that is about to start.
 
     Raises:
-        torch.OutOfMemoryError: No memory for the copy; the gradients are unchanged.
+        RuntimeError: No memory for the copy (on CUDA a torch.OutOfMemoryError); the gradients are unchanged.
     """
     parts = all_reduce.parts
     if len(parts) == 1:
@@ -211,6 +212,8 @@ def pack(all_reduce: AllReduce) -> Tensor:
 
 def finish(all_reduce: AllReduce, flat: Tensor, error: BaseException | None, now: Mark | None) -> None:
     """Ends an all-reduce: copies the averages back, and completes the futures of buckets that are complete.
+
+    It also gives the buffer of joined buckets back to their pool, and records the time at which a bucket was complete.
 
     Args:
         all_reduce: The all-reduce that has ended.
@@ -250,7 +253,7 @@ class RunningAllReduce:
         rank_plan: Plan that the all-reduce follows: the chunks of `flat`, and this rank's transfers in each.
         scale: Factor on every rank's contribution, applied before the sum.
         flush: Whether it is sent uncompressed, with the compressor's residuals added.
-        pending: Number of chunks that have not ended.
+        pending: Number of chunks that have not ended; on a CPU negative once one has failed.
         number: Number of all-reduces started before it; the same on all ranks.
         began: Time of its start; None if it is not timed.
         ends: On CUDA, events at the ends of its chunks.

@@ -89,10 +89,10 @@ class Executor(ABC):
             after: Factor on the sum of all contributions.
 
         Raises:
-            RuntimeError: The executor is closed.
-            CollectiveError: On CUDA: an earlier all-reduce has failed.
-            torch.OutOfMemoryError: No memory to join buckets, or on CUDA for a phase. The gradients of this all-reduce
-                are unchanged. On CUDA the other ranks are told, and nothing more can be started.
+            RuntimeError: The executor is closed, or on a CPU there is no memory to join buckets.
+            CollectiveError: On CUDA: an earlier all-reduce has failed, or this one could not be issued.
+            torch.OutOfMemoryError: On CUDA: no memory to join buckets, or for a phase. The gradients of this all-reduce
+                are unchanged. The other ranks are told, and nothing more can be started.
         """
 
     def start_steps(

@@ -52,6 +52,8 @@ class FailureHandler:
     ) -> CollectiveError:
         """Aborts everything because a collective has failed, and asks the other ranks for a diagnosis.
 
+        It waits for their reports, which may take some seconds. The diagnosis is also logged.
+
         Args:
             where: Name of the collective, for the message.
             members: Global ranks of the collective; `error.missing` holds indices into it.

@@ -74,7 +74,8 @@ class Programs:
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
         """Takes one chunk through the phases of its plan.
 
-        A coroutine: each step issues collectives and names the lane in which the next one runs.
+        A coroutine: each step issues collectives and names the lane in which the next one runs. At the end it counts
+        what this rank has sent, and the times of the phases if they are timed.
 
         Args:
             run: The all-reduce. Elements `chunk.start` to `chunk.stop` of its `flat` (1-D, any dtype that transports
@@ -225,6 +226,13 @@ class Programs:
             lane: Lane whose transports are used.
             scale: Factor on this rank's contribution.
             rings: Ranges of `flat` that are summed in the order of gloo's rings; empty if the order is free.
+
+        Returns:
+            The work, in flight; of a transport through shared memory it is done.
+
+        Raises:
+            TypeError: There are `rings`, and the transport sums in another order; or it cannot send unequal messages,
+                and the transfer needs them.
         """
         group = self._groups[lane, transfer.members]
         if isinstance(transfer, Exchange):
@@ -269,7 +277,7 @@ class Programs:
 
 
 def issue_together(transport: Transport, collectives: Sequence[Collective]) -> Work:
-    """Issues independent collectives as one, if the transport can; else one after another.
+    """Issues independent collectives as one, if the transport can, else one after another; returns one work of all.
 
     NCCL has group calls; gloo between two ranks sends small ones in one message.
 

@@ -124,8 +124,8 @@ class FsdpState(GradientState[AveragingSession]):
         names: Names of the model's parameters.
         replicas: The ranks that hold the same shards as this one, over which gradients are averaged here; None if there
             are none, or torch averages over them. Then there is no session: no listener follows the steps, and
-            `straggler_every` and `stall_seconds` change nothing. Collectives between the ranks that share parameters
-            are gradwire's either way; see `_take_shards`.
+            `straggler_every` and `stall_seconds` change nothing. Collectives between the ranks that share parameters do
+            not depend on it; see `_take_shards`.
         config: The configuration.
         reporter: Reports a rank failure to all ranks of the grid.
 

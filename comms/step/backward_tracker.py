@@ -24,13 +24,16 @@ from gradwire.comms.bootstrap.compat import queue_end_of_backward
 from gradwire.comms.run.all_reduces import Bucket
 
 TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
-"""First timed step, end of the first timed range (exclusive), period of later ranges, and number of steps in each.
+"""Begin and end (exclusive) of the long timed range, period of the short ones, and number of steps in each of those. The
+first short range is steps 0 to 2, so steps 0 to 22 are timed, then 100 to 102, 200 to 202 and so on.
 `report()` and `advise()` use only these steps on CUDA, because recording events costs host time. In a timed step
 uncompressed buckets run on a side stream, even if a single all-reduce would not need one."""
 
 
 def is_timed(step: int) -> bool:
-    """Returns whether a step on CUDA is timed: consecutive steps, for the time of a step, but no warm-up steps.
+    """Returns whether a step on CUDA is timed: the first 23, then the first three of every 100.
+
+    Several steps in a row are, because the time of a step is taken from the end of one to the end of the next.
 
     Args:
         step: Number of backward passes before this one.
@@ -95,7 +98,10 @@ class BackwardTracker:
 
     @contextmanager
     def keeping_error(self) -> Iterator[None]:
-        """Returns a context whose error does not leave it: it fails the step, and completes all open futures of it."""
+        """Returns a context whose error does not leave it: it fails the step, and completes all open futures of it.
+
+        Errors of other types than `kept` leave it at once, and change nothing.
+        """
         try:
             yield
         except self.kept as error:
@@ -107,6 +113,9 @@ class BackwardTracker:
         """Has the error of a failed step raised, if the step that ends has failed: at once outside of backward.
 
         DDP queues its callback when the hook has returned for the last bucket, so this queues one that queues another.
+
+        Args:
+            end_step: Function that ends the step; not called if the step has failed.
         """
         self._arrived = ()
         if self._error is not None:

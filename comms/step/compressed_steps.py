@@ -42,7 +42,10 @@ class CompressedSteps(StepListener):
         self._compression = compression
 
     def step_began(self, steps: int) -> None:
-        """Rescales residuals to the GradScaler's scale, and groups the buckets as the step before a checkpoint did."""
+        """Rescales residuals to the GradScaler's scale, if one is watched.
+
+        In the first step after a load it also has the buckets grouped as in the step before the checkpoint.
+        """
         if self._compression.loss_scale.follows_scaler:
             with self._communicator.exclusive():
                 self._compression.loss_scale.follow()

@@ -192,10 +192,10 @@ def follow_backward(
 ) -> None:
     """Adds the listeners that follow what DDP does with the averages: those that it ignores or accumulates into.
 
-    `UsedMap` is added on CUDA, and with a compressor if DDP searches for unused parameters or the model is not known to
-    be a DDP model; it tells the compressor after each step of which parameters DDP has ignored the averages. If the
-    compressor keeps the optimizer's momentum, `ReturnedGradients` and `PassesPerStep` are added. After a change of the
-    ranks nothing is made: the previous listeners of these kinds are added again.
+    `UsedMap`, which tells a compressor of which parameters DDP has ignored the averages, is added on CUDA, and with a
+    compressor if DDP searches for unused parameters or the model is not known to be a DDP model. If the compressor
+    keeps the optimizer's momentum, `ReturnedGradients` and `PassesPerStep` are added. After a change of the ranks
+    nothing is made: the previous listeners of these kinds are added again.
 
     Args:
         listeners: Listeners of the new session.

@@ -93,7 +93,9 @@ class PassesPerStep(StepListener):
         _register()
 
     def step_began(self, steps: int) -> None:
-        """Refuses a pass that is known to be one of several in an optimizer step.
+        """Compares the weights with those at the last pass, and refuses a pass that is one of several in a step.
+
+        On CUDA it may wait for the device if an optimizer is in its step.
 
         Raises:
             RuntimeError: The running optimizer has moved the weights since the last pass, or `MOST_STEPS` steps in a
@@ -172,7 +174,10 @@ class PassesPerStep(StepListener):
                 self._refused = SEVERAL_PASSES.format(steps=MOST_STEPS)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Records that an optimizer has ended a step, which has changed the weights."""
+        """Records that an optimizer has ended a step, and forgets the weights noted before, which the step has changed.
+
+        Ignored if the optimizer has none of this model's parameters.
+        """
         if not self._is_of_model(optimizer):
             return
         self._sample = []

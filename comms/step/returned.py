@@ -151,7 +151,8 @@ class ReturnedGradients(StepListener):
     def _holds_average(self, parameter: Tensor) -> bool:
         """Returns whether a parameter's `.grad` holds the average of an earlier pass when its bucket gets to the hook.
 
-        False also if the versions do not tell; then all parameters are watched from now on.
+        Forgets what was noted of it. False also if the versions do not tell; then all parameters are watched from now
+        on.
         """
         before = self._returned.pop(id(parameter), None)
         if before is None or not before.is_kept:

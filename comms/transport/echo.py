@@ -8,7 +8,7 @@ from gradwire.compressors.base import Member
 
 
 class EchoGroup:
-    """Simulates rank 0 of a group in which all ranks hold the same tensors; nothing is sent.
+    """Simulates rank 0 of a group in which all ranks hold the same tensors, to time its work without a network.
 
     Args:
         size: Number of ranks.

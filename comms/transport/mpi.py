@@ -73,7 +73,7 @@ def connect(
     abort_reason: Aborted | None = None,
     peer_wait: Callable[[], PeerWait] | None = None,
 ) -> "MpiGroup":
-    """Makes the communicators of a group; only its members take part.
+    """Makes the MPI communicators of a group, and returns it; only its members take part, and wait for each other.
 
     Args:
         store: Store with a prefix of its own for this group.

@@ -347,7 +347,7 @@ class NcclTransport:
         self._group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)], dist.AllreduceOptions()).wait()
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """Issues an NCCL all_reduce in place, with the factor in its sum if NCCL supports that."""
+        """Issues an NCCL all_reduce in place, with the factor in its sum if NCCL can; else multiplies `tensor` first."""
         self._check()
         return self._issue([self._calls.all_reduce(tensor, scale)])
 
@@ -357,6 +357,12 @@ class NcclTransport:
         Equal slices are one native reduce_scatter in place, and one reduce for what the last rank has beyond that;
         unequal slices that are not empty are a reduce each. Several calls are one group call if the group supports
         that.
+
+        Args:
+            tensor: 1-D; undefined outside this rank's slice afterwards.
+            bounds: `size + 1` ascending offsets of the slices.
+            scale: Factor on every rank's contribution; if NCCL cannot multiply within the sum, all of `tensor` is
+                multiplied first.
         """
         self._check()
         flat, bounds = _real(tensor, bounds)

@@ -316,6 +316,10 @@ class StreamedExchange:
 class StreamConnection:
     """One TCP connection to another rank: the rest of the chunk that it sends, and of the one that it receives.
 
+    Args:
+        opened: Connected socket.
+        peer: The other rank.
+
     Attributes:
         outgoing: Rest of the header and payload that are being sent.
         sending: Exchange of the chunk that is being sent; None if there is none.
@@ -647,7 +651,11 @@ class Streams:
             connection.sending = None
 
     def _load(self, connection: StreamConnection) -> bool:
-        """Gives a connection its next chunk; returns False if there is none."""
+        """Gives a connection its next chunk; returns False if there is none.
+
+        Also sets how many unsent bytes the connection may hold, and ends the measurement of `Pacing` with the last
+        chunk of all messages.
+        """
         peer = self._peers[connection.peer]
         if not peer.outgoing:
             return False
@@ -684,6 +692,8 @@ class Streams:
 
     def _begin(self, connection: StreamConnection) -> None:
         """Finds the memory for a chunk whose header has arrived; parks the connection if its message is not there yet.
+
+        Forgets a message of which all chunks have begun to arrive.
 
         Raises:
             Ended: The chunk is outside of the message's memory.

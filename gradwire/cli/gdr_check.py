@@ -83,10 +83,16 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `gradwire gdr-check` and returns its exit status; in a job rank 0 prints.
+    """Runs `gradwire gdr-check`.
+
+    In a job all hosts are checked together, and rank 0 prints. With any option but those of `JOB_OPTIONS`, the first
+    rank of each host checks or prints by itself, as outside a job, and the others do nothing.
 
     Args:
         argv: Words after `gdr-check`.
+
+    Returns:
+        The exit status of `check`; 2 after an error of the job, such as ranks that cannot meet, which is printed.
     """
     try:
         if world_size() == 1:
@@ -101,7 +107,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(argv: Sequence[str], job: JobRank | None = None) -> int:
-    """Runs the checks that the options ask for.
+    """Runs the checks that the options ask for, prints the report or an error, and writes the file of `--capture`.
 
     Args:
         argv: Words after `gdr-check`.

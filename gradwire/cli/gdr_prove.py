@@ -20,8 +20,8 @@ _TIMEOUT = timedelta(seconds=120)
 def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> float:
     """Measures the bus bandwidth of an all-reduce among all ranks of the job, in Gbit/s; every rank calls it.
 
-    Makes the default process group for it, and destroys it at the end. The fastest of `_REPEATS` all-reduces counts,
-    after one that is not timed.
+    Makes the default process group for it, and destroys it at the end; with NCCL it makes the GPU of the local rank the
+    current device. The fastest of `_REPEATS` all-reduces counts, after one that is not timed.
 
     Args:
         label: Name of the run, the same on every rank; prefix of its keys, so that runs can share torchrun's store.
@@ -69,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         Exit status: 0 with `gigabits_per_second` in the line; 3 with `error` in it, if torch sees no GPU for NCCL.
+
+    Raises:
+        RuntimeError: The sum is wrong, or the ranks could not connect.
     """
     parser = argparse.ArgumentParser(prog="gradwire.cli.gdr_prove", description=__doc__)
     parser.add_argument("--label", default="default", help="the same on every rank, different for every run")

@@ -126,7 +126,7 @@ class Question:
 
 
 def build_parser() -> CommandParser:
-    """Returns the parser of the command's options."""
+    """Returns the parser of the options of `gradwire predict`."""
     parser = CommandParser(
         prog="gradwire predict",
         usage="%(prog)s [--preset NAME | --topology FILE]\n"
@@ -256,7 +256,10 @@ def _check_nodes(options: argparse.Namespace) -> None:
 
 
 def read_question(options: argparse.Namespace) -> Question:
-    """Reads the files and checks the numbers of a question.
+    """Reads the files and checks the numbers that the options give, and returns the question that they ask.
+
+    Args:
+        options: Parsed options of the command line, without `--models`.
 
     Raises:
         ValueError: An option's value does not fit; the message names it.
@@ -404,7 +407,7 @@ def _workload(
 
 
 def main(argv: list[str]) -> int:
-    """Runs `gradwire predict`, and prints its answer.
+    """Runs `gradwire predict`: prints its answer, and draws the picture of `--plot`.
 
     Args:
         argv: Words after `gradwire predict`.

@@ -63,7 +63,7 @@ class ModelRow:
 def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
     """Yields the predicted step times of each model, for each number of nodes in `NODES` and each link in `LINKS`.
 
-    Each row has the seconds of a step on one node with its best exact plan, and on all nodes in seconds:
+    Each row has the seconds of a step on one node with its best exact plan and, in `seconds`, on all nodes:
 
     - `plain DDP`, `torch fp16`: one all-reduce over all ranks by the faster of NCCL's algorithms, of the gradients or
     of half as many bytes.

@@ -91,7 +91,7 @@ def _show_in_job(argv: list[str]) -> int:
 
 
 def show_machine(argv: list[str]) -> int:
-    """Shows one machine as the options say, and returns 0.
+    """Prints one machine as the options say, or writes its picture, and returns 0.
 
     Args:
         argv: Words after `gradwire topo`.
