@@ -212,8 +212,8 @@ class Compression:
     def state_dict(self) -> StateDict:
         """Returns the state of this rank for a checkpoint: of the compressor, the loss scale and the last all-reduces.
 
-        After a load, these are the loaded all-reduces until a step takes them (`take_saved_rows`). On CUDA it waits until
-        the device has decided about the last step.
+        After a load, these are the loaded all-reduces until a step takes them (`take_saved_rows`). On CUDA it waits
+        until the device has decided about the last step.
         """
         self.resolve_last_step()
         rows = to_rows(self._last_layouts) if self._saved_rows is None else self._saved_rows.clone()

@@ -210,7 +210,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         self._connected("fuse()").fuse(plan)
 
     def reduce(self, bucket: GradBucket) -> FutureTensor:
-        """Averages a bucket over all ranks, and begins or ends the step with it; the future's value is its own buffer."""
+        """Averages a bucket over all ranks, and may begin or end the step; the future's value is its own buffer."""
         if begins := not self._backward.in_step:
             self._has_inputs = queue_end_of_backward(self._backward_ended)
             self._backward.begin(self._buckets, self._sparse, autograd_calls=self._has_inputs)

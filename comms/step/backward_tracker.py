@@ -24,8 +24,8 @@ from gradwire.comms.bootstrap.compat import queue_end_of_backward
 from gradwire.comms.run.all_reduces import Bucket
 
 TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
-"""Begin and end (exclusive) of the long timed range, period of the short ones, and number of steps in each of those. The
-first short range is steps 0 to 2, so steps 0 to 22 are timed, then 100 to 102, 200 to 202 and so on.
+"""Begin and end (exclusive) of the long timed range, period of the short ones, and number of steps in each of those.
+The first short range is steps 0 to 2, so steps 0 to 22 are timed, then 100 to 102, 200 to 202 and so on.
 `report()` and `advise()` use only these steps on CUDA, because recording events costs host time. In a timed step
 uncompressed buckets run on a side stream, even if a single all-reduce would not need one."""
 

@@ -347,7 +347,7 @@ class NcclTransport:
         self._group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)], dist.AllreduceOptions()).wait()
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """Issues an NCCL all_reduce in place, with the factor in its sum if NCCL can; else multiplies `tensor` first."""
+        """Issues an NCCL all_reduce in place, with the factor in its sum if NCCL can, else multiplied before."""
         self._check()
         return self._issue([self._calls.all_reduce(tensor, scale)])
 
