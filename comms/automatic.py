@@ -270,7 +270,13 @@ def _explain_unused_variables(optimizer: Optimizer, args: object, named: object)
 
 
 def _replace(model: DistributedDataParallel, hook: Callable[..., FutureTensor], state: object) -> None:
-    """Replaces the automatic hook of a model by a hook that the script has registered, with its state."""
+    """Replaces the automatic hook of a model by one that the script has registered, and closes the former's state.
+
+    Args:
+        model: Model with the automatic hook.
+        hook: Hook of the script, called with `state` and each bucket from now on.
+        state: First argument of `hook`.
+    """
     automatic = _models[model]
     rename_comm_hook(model, hook, state)
     automatic.own = hook, state

@@ -84,7 +84,14 @@ class OptionGroup:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanChoice(OptionGroup):
-    """Choice of a plan for all-reduces, a part of `Config`. As an option it may be a mapping of these names."""
+    """Choice of a plan for all-reduces, a part of `Config`.
+
+    The option `plan` takes the value of `name`, or a mapping with some of the names `name` and `chunks`.
+
+    Raises:
+        TypeError: `chunks` is no int.
+        ValueError: There is no such plan, or `chunks` is negative or more than `MOST_CHUNKS` (1024).
+    """
 
     OPTION: ClassVar[str] = "plan"
 

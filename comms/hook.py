@@ -299,7 +299,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return arrived.result()
 
     def _send_rest(self, session: GradientSession) -> None:
-        """Starts all deferred all-reduces of the step."""
+        """Starts all deferred all-reduces of the step and, on CUDA, issues the all-gathers that were held back."""
         self._launch(session, session.grouping.flush())
         session.communicator.executor.release()
 

@@ -65,6 +65,10 @@ class Transport(Protocol):
         """Replaces `tensor` by the sum of `scale * tensor` over the ranks, with the same bits on all ranks.
 
         If torch cannot allocate memory for the sum, `tensor` is left as it was.
+
+        Args:
+            tensor: Any shape; changed in place.
+            scale: Factor on every rank's contribution; 1 for integers.
         """
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
@@ -96,7 +100,12 @@ class Transport(Protocol):
         """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Copies `tensor` of rank `root` to all ranks, in place."""
+        """Copies `tensor` of rank `root` to all ranks, in place.
+
+        Args:
+            tensor: Any shape; overwritten on all ranks but `root`.
+            root: Index of the sending rank in the group.
+        """
 
 
 class SendsUnequal(Protocol):
@@ -333,7 +342,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         return FIRST_LANE if self._device.type == "cuda" else lane
 
     def abort(self, reason: str) -> None:
-        """Ends the waits of this rank, and of ranks that wait for it in shared memory or in NCCL.
+        """Ends the waits of this rank, present and later ones, and of ranks that wait for it in shared memory or NCCL.
 
         NCCL's communicators are aborted all at once, in the background. A wait for one to connect ends, too; NCCL's own
         thread continues in the background.

@@ -157,6 +157,10 @@ class MpiGroup:
 
         Starts an MPI alltoallv by which each rank gets one slice of all tensors. The work's `wait` sums that slice in
         rank order, and all-gathers the sums; so all ranks must wait for their works in the same order.
+
+        Args:
+            tensor: Contiguous, on the CPU; changed in place.
+            scale: Factor on every rank's contribution.
         """
         flat = tensor.view(-1)
         bounds = even_bounds(flat.numel(), self.size)
@@ -179,23 +183,23 @@ class MpiGroup:
         return self._scatter(tensor, bounds, scale)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """Starts an MPI allgatherv of each rank's slice, in place."""
+        """Starts an MPI allgatherv of each rank's slice, in place; see `Transport.all_gather_slices`."""
         return self._gather(self._first, tensor, bounds)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """Starts an MPI alltoall of equal parts."""
+        """Starts an MPI alltoall of equal parts of `source`; see `Transport.all_to_all`."""
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Ialltoall([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
         return _Request(request, (sent, received), "all_to_all", self)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """Starts an MPI allgather of each rank's `source`."""
+        """Starts an MPI allgather of each rank's `source` into `output`; see `Transport.all_gather`."""
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Iallgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
         return _Request(request, (sent, received), "all_gather", self)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Starts an MPI broadcast of rank `root`'s tensor, in place."""
+        """Starts an MPI broadcast of rank `root`'s tensor, in place; see `Transport.broadcast`."""
         data = _bytes(tensor)
         return _Request(self._first.Ibcast([data, self._mpi.BYTE], root=root), (data,), "broadcast", self)
 

@@ -377,7 +377,11 @@ class NcclTransport:
         return self._issue(calls)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """Issues the inverse of `reduce_scatter`: an all_gather, and broadcasts of unequal slices."""
+        """Issues the inverse of `reduce_scatter`, in place: copies every rank's slice to all ranks.
+
+        Equal slices are one native all_gather, and one broadcast for what the last rank has beyond that; unequal slices
+        that are not empty are a broadcast each. See `Transport.all_gather_slices` for the arguments.
+        """
         self._check()
         flat, bounds = _real(tensor, bounds)
         calls: list[Call] = []
@@ -389,17 +393,17 @@ class NcclTransport:
         return self._issue(calls)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """Issues an NCCL all-to-all of equal parts."""
+        """Issues an NCCL all-to-all of equal parts of `source`; see `Transport.all_to_all`."""
         self._check()
         return self._issue([self._calls.all_to_all(output, source)])
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """Issues an NCCL all_gather of each rank's `source`."""
+        """Issues an NCCL all_gather of each rank's `source` into `output`; see `Transport.all_gather`."""
         self._check()
         return self._issue([self._calls.all_gather(output, source)])
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Issues an NCCL broadcast of rank `root`'s tensor, in place."""
+        """Issues an NCCL broadcast of rank `root`'s tensor, in place; see `Transport.broadcast`."""
         self._check()
         return self._issue([self._calls.broadcast(_real(tensor)[0], root)])
 

@@ -74,7 +74,12 @@ class _Rendezvous:
         self.deadline = deadline
 
     def publish(self, word: str, value: str) -> None:
-        """Publishes a message under the key `word`."""
+        """Publishes a message in the store, under the key `word` of this group.
+
+        Args:
+            word: Name of the message.
+            value: Its text.
+        """
         self._store.set(f"{self._key}/{word}", value)
 
     def find(self, word: str) -> str | None:

@@ -212,7 +212,14 @@ class ShmGroup:
         return self._finish(self._native.all_reduce(tensor.data_ptr(), tensor.numel(), code, number, scale))
 
     def reduce(self, tensor: Tensor, root: int, scale: float = 1.0, op: str = "sum") -> Done:
-        """Reduces like `all_reduce`, but changes only the `tensor` of rank `root`."""
+        """Reduces like `all_reduce`, but changes only the `tensor` of rank `root`.
+
+        Args:
+            tensor: CPU tensor, contiguous.
+            root: Rank in this group whose `tensor` is replaced by the result.
+            scale: Factor on every rank's contribution; 1 for integers.
+            op: Reduction: `sum`, `max` or `min`.
+        """
         code = _code("tensor", tensor, scale)
         self._check_root(root)
         number = _number_of(op)
@@ -222,6 +229,11 @@ class ShmGroup:
         """Sums `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
 
         The rest of `tensor` is not changed.
+
+        Args:
+            tensor: CPU tensor, contiguous, of a dtype that `all_reduce` takes.
+            bounds: `size + 1` ascending offsets from 0 to `tensor.numel()`; empty slices are fine.
+            scale: Factor on every rank's contribution; 1 for integers.
         """
         code = _code("tensor", tensor, scale)
         offsets = self._check_bounds(tensor, bounds)

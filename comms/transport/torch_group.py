@@ -115,6 +115,10 @@ class TorchTransport:
         """Multiplies the tensor by `scale`, then starts gloo's all_reduce of it, in place.
 
         Gloo sums in a ring: each element is summed on one rank and copied to the others.
+
+        Args:
+            tensor: Contiguous, on the CPU; changed in place.
+            scale: Factor on every rank's contribution; 1 for integers.
         """
         scale_in_place(tensor, scale)
         return self._waiting(self._group.allreduce([tensor], dist.AllreduceOptions()))
@@ -125,7 +129,7 @@ class TorchTransport:
         return self.exchange(output.view(-1), source.view(-1), parts, parts, source.nbytes // self.size)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """Starts an all_gather of torch's group: each rank's `source`, in rank order."""
+        """Starts an all_gather of torch's group: fills `output` with each rank's `source`, in rank order."""
         issue = getattr(self._group, ALL_GATHER_SINGLE)
         return self._waiting(issue(output.view(-1), source.view(-1), AllgatherOptions()))
 
@@ -190,7 +194,7 @@ class TorchTransport:
         return Works(works)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Starts a broadcast of torch's group: rank `root`'s tensor, in place."""
+        """Starts a broadcast of torch's group: rank `root`'s tensor, in place; see `Transport.broadcast`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._waiting(self._group.broadcast([tensor], options))
