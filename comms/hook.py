@@ -7,7 +7,7 @@ hook is registered, so the communicator divides by the world size, before it nar
 Optional features follow a step as listeners (`step/listeners.py`), or are a subclass (`step/features.py` chooses it).
 One is asked here by a name of the session's: `weights`, which weighs gradients before they are sent.
 
-Thread safety: the thread that runs backward calls `reduce`, `_backward_ended` and `_ddp_ended`; other methods are for
+Thread safety: the thread that runs backward calls `reduce`, `_backward_ended` and `_finish_step`; other methods are for
 the training thread between two steps. No lock is needed, because the two never run at once.
 """
 
@@ -15,6 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -382,7 +383,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         session.listeners.step_began(self.steps)
 
     def _backward_ended(self) -> None:
-        """Ends the step at the end of a backward pass, or lets `_ddp_ended` do so later; autograd calls it.
+        """Ends the step at the end of a backward pass, or queues `_finish_step` to do so later; autograd calls it.
 
         It runs before DDP's own callback, which takes the averages (but in the first step of a static graph).
         """
@@ -390,19 +391,18 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             return
         # DDP has queued its own callback by now, so a callback that is queued here runs after DDP's.
         after_ddp = self._session is not None and self._session.listeners.ends_after_ddp
-        if not (after_ddp and queue_end_of_backward(self._ddp_ended)):
+        if not (after_ddp and queue_end_of_backward(partial(self._finish_step, after_ddp=True))):
             self._finish_step()
 
-    def _ddp_ended(self) -> None:
-        """Ends the step in a callback of autograd behind DDP's own, which copies averages into the gradients.
+    def _finish_step(self, *, after_ddp: bool = False) -> None:
+        """Ends a step unless it has failed, and has the error of a failed one raised behind DDP's callback.
 
-        DDP leaves the gradients of parameters that no rank has used as they were.
+        Args:
+            after_ddp: Whether autograd calls this behind DDP's own callback, which copies averages into the gradients,
+                but leaves those of parameters that no rank has used as they were.
         """
-        self._unless_failed(self._connected("backward()").listeners.ddp_ended)
-        self._finish_step()
-
-    def _finish_step(self) -> None:
-        """Ends a step unless it has failed, and has the error of a failed one raised behind DDP's callback."""
+        if after_ddp:
+            self._unless_failed(self._connected("backward()").listeners.ddp_ended)
         self._unless_failed(self._end_step)
         self._backward.raise_error()
 

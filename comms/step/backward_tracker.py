@@ -113,9 +113,6 @@ class BackwardTracker:
         """Has the error of a failed step raised, if the step that ends has failed: at once outside of backward.
 
         DDP queues its callback when the hook has returned for the last bucket, so this queues one that queues another.
-
-        Args:
-            end_step: Function that ends the step; not called if the step has failed.
         """
         self._arrived = ()
         if self._error is not None:
