@@ -100,7 +100,10 @@ def launch_order() -> bool | None:
 
 
 def set_launch_order() -> None:
-    """Makes NCCL keep the order of issue across communicators, if this process has run no collective yet."""
+    """Sets NCCL_LAUNCH_ORDER_IMPLICIT=1: NCCL, from 2.26 on, keeps the order of issue across communicators.
+
+    NCCL reads it once, so the caller makes sure that this process has run no collective yet.
+    """
     os.environ[LAUNCH_ORDER] = "1"
 
 

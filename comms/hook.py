@@ -351,7 +351,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         session.communicator.close()
 
     def _check_model(self, model: nn.Module) -> None:
-        """Raises if the hook cannot follow the steps of `model`."""
+        """Raises a ValueError if `model` is a DDP with `skip_all_reduce_unused_params=True`."""
         if getattr(model, "skip_all_reduce_unused_params", False):
             raise ValueError(
                 "`model` skips the all-reduce of unused parameters; wanted skip_all_reduce_unused_params=False: the "

@@ -664,7 +664,11 @@ class TrainingState(Generic[S]):
         return _compresses(self.config)
 
     def _place(self) -> tuple[int, int] | None:
-        """Returns (rank, number of ranks) for a checkpoint; None if torch.distributed is not initialised yet."""
+        """Returns (rank, number of ranks) in the state's process group, under which a checkpoint is saved.
+
+        That of the connected ranks; before they have connected, of the group that the state was made for, else of
+        WORLD; None if torch.distributed is not initialised yet.
+        """
         if self._session is not None:
             return self._session.communicator.rank, self._session.communicator.size
         group = self._group or dist.group.WORLD if dist.is_initialized() else None

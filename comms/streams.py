@@ -132,7 +132,10 @@ class LateFlag:
 
 
 class StepVerdict:
-    """Multiplies averages by a factor on the device: 1, or NaN after an abort, so that none is used that is wrong.
+    """Multiplies one element of a step's last bucket by a factor on the device: 1, or NaN after an abort.
+
+    The host may have issued the optimizer's step by then: with the NaN it does not end as if nothing were wrong. The
+    other averages of that step have undefined values.
 
     Args:
         device: A CUDA device.

@@ -22,7 +22,7 @@ MOST_LINES = {
     "compressors": 4_100,
     "comms": 24_971,
     "bench": 12_776,
-    "gradwire": 1_462,
+    "gradwire": 1_472,
     "bench/studies": 5_600,
 }
 """Folder -> lines of code: no blank lines, comments and docstrings; `bench` without its studies, which are not in the

@@ -185,7 +185,11 @@ class PassesPerStep(StepListener):
             self._steps = None
 
     def _have_moved(self) -> bool:
-        """Returns whether the weights have moved since the last step; waits for the device if values were compared."""
+        """Returns whether weights have changed between averaged passes since the optimizer's last step.
+
+        SAM and LBFGS change them so; training is then refused. `step_began` makes the comparisons; this reads their
+        results, for which it waits for the device if values were compared, and forgets them.
+        """
         self._moved = self._moved or any(map(bool, self._differs))
         self._differs = []
         return self._moved

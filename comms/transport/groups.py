@@ -400,7 +400,14 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         devices.leave(group)
 
     def _make(self, lane: Lane, members: tuple[int, ...]) -> Transport:
-        """Returns a connected transport: NCCL on CUDA, shared memory in a node; else MPI if it was chosen, or gloo."""
+        """Returns a connected transport: NCCL on CUDA, shared memory in a node; else MPI if it was chosen, or gloo.
+
+        Args:
+            lane: Pipeline stage (phase, step) whose collectives it runs; a part of its name alone, so that stages in
+                flight at once have connections of their own.
+            members: Global ranks, ascending, this one among them. If all are on this rank's node and the device is a
+                CPU, they use shared memory.
+        """
         name = self._name_of(lane, members)
         index, size = members.index(self._rank), len(members)
         if self._device.type == "cuda":

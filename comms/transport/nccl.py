@@ -495,7 +495,7 @@ class NcclTransport:
             self._aborting.join(max(seconds, ABORT_SECONDS))
             if self._aborting.is_alive():
                 log.warning(
-                    "ncclCommAbort of a communicator of %d ranks did not return within %g s: it is left behind",
+                    "ncclCommAbort of a communicator of %d ranks did not return within %g s; leaking it",
                     self.size,
                     seconds,
                 )

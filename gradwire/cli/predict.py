@@ -160,11 +160,15 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument(
         "--nic",
+        type=_rates,
         metavar="RATE",
         help="rate of one NIC, 25gbit, in place of the machine's own; 40mbit,40mbit,15mbit for nodes that differ",
     )
     parser.add_argument(
-        "--intra-node", metavar="RATE", help="rate of one rank inside its node, 1880gbit, if the machine does not say"
+        "--intra-node",
+        type=_rates,
+        metavar="RATE",
+        help="rate of one rank inside its node, 1880gbit, if the machine does not say",
     )
     parser.add_argument("--rtt", metavar="TIME", help="round trip between two nodes of CPUs, 80ms")
     parser.add_argument("--loss", metavar="SHARE", help="share of packets lost, 0.1%%; with --rtt")
@@ -235,6 +239,16 @@ def _counts(text: str) -> tuple[int, ...]:
             "node: 2,1"
         )
     return tuple(map(int, words))
+
+
+def _rates(text: str) -> str:
+    """Checks one rate, or one for each node, while the words are parsed: before a gradient is missed, say."""
+    try:
+        for word in text.split(","):
+            parse_rate(word, "")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
+    return text
 
 
 def _check_nodes(options: argparse.Namespace) -> None:
@@ -544,7 +558,14 @@ def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, in
 
 
 def _entries(document: object) -> list[tuple[object, object]]:
-    """Returns the unchecked names and shapes of a file in either form."""
+    """Returns the unchecked (name, shape) pairs of a parsed `--model-json`.
+
+    Its forms are {"name": [shape], ...} and [{"name": ..., "shape": [...]}, ...], the second also as the value of a
+    key "parameters".
+
+    Raises:
+        ValueError: It has another form.
+    """
     if isinstance(document, dict) and isinstance(document.get("parameters"), list):
         document = document["parameters"]
     if isinstance(document, dict):

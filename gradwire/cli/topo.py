@@ -125,7 +125,13 @@ def _print(machine: Machine, options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankMachine:
-    """Holds what one rank of a job sends to the others: its host, its machine as JSON, its GPU variables."""
+    """Holds what one rank of a job sends to the others.
+
+    Attributes:
+        host: Host name, boot id and device of /dev/shm: ranks with the same three are on one node.
+        local_rank: Index of the rank on its node, by which its GPU and its NIC are chosen.
+        machine: Topology of its machine as JSON.
+    """
 
     host: tuple[str, ...]
     local_rank: int
