@@ -3,7 +3,11 @@
 What comes with gradwire has an entry in `_factories` and in `CODEC_FACTS` of comms/plan/codec_price.py, which orders
 compressors by distortion; one that fails or ends behind under some optimizers also in optim/fit.py. Predictions, the
 laws of codecs and compressors and `gradwire bench codecs` take every entry by themselves. Formats of FSDP2's shards are
-a choice of their own: `SHARD_CHOICES`, `WEIGHT_CHOICES` and `codec_of` of comms/sharded/collectives.py.
+a choice of their own: `SHARD_CHOICES`, `WEIGHT_CHOICES` and `codec_of` of comms/sharded/collectives.py. Choices by
+hand, which a new one joins if it is worth a place there: what predict shows without `--all` (`LINES` of
+gradwire/cli/predict_show.py), the bound by which `gradwire bench` judges a result (`bound_of` and `count_outside` of
+bench/nccl_tests/checks.py), and, of a compressor that keeps a momentum or needs an optimizer, `SGD_ONLY` and
+`LONG_RUNS_ONLY` of comms/plan/advise.py.
 
 A block codec has kernels under the name `BlockFormat.family`. It has a place in
 

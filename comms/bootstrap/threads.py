@@ -23,9 +23,12 @@ kinds; on CUDA it has `liveness` in place of lanes.
 | `watch` | `gradwire.watch()` | the end of the process |
 
 All others of `comms/` are for one call, and end with it: connecting, probing, looking up names, gathering, aborting
-NCCL. The doctor's threads (`doctor's gloo`, `doctor sends`, ...) are in its own processes and in those of a script that
-it runs. Plain threads and pools are in bench/emulation, bench/studies and topology/gdr/inputs/collect.py, none of them
-in a user's job.
+NCCL. `probe server`, `heartbeat`, `metrics` and the calls that probe, look up names or close connections are made with
+`awaited=False`: they call only Python's library, so the process ends with them, and nobody asks or joins them.
+
+The doctor's threads (`doctor's gloo`, `doctor sends`, ...) are in its own processes and in those of a script that it
+runs. Plain threads and pools are in bench/emulation, bench/studies and topology/gdr/inputs/collect.py, none of them in
+a user's job.
 
 A daemon thread that returns from C++ while Python is being finalized, from a store request or a tensor operation, never
 gets the GIL: before 3.14 Python ends such a thread by unwinding its stack. pybind11 and nanobind take the GIL back in

@@ -6,11 +6,14 @@ Whether a gradient is compressed is decided step by step, each time alike on all
 2. `HookState._reduce` gives each dense bucket a `Layout` if there is a compressor; a sparse one never has one. Fusion
    joins only buckets that are alike in that.
 3. `Communicator.start` drops the layout if the bucket's dtype is none of `CompressorTraits.dtypes`.
-4. `PlanChooser._compressed_plan` here decides for each size of bucket with a layout, by nodes, `plan` and device.
+4. `PlanChooser._compressed_plan` here decides for each size of bucket with a layout: compressed between nodes if there
+   are several; on one node only with plan="flat", with a compressor that keeps the optimizer's momentum, or on GPUs with
+   slow links; and a compressor that only sums in another way never. `compressed_name` says so for all sizes at once.
 5. `Composite` (compressors/composite.py) sends parameters dense inside of a compressed phase, as the rules say; the
    default ones are biases, norms and small parameters.
-6. `TwoStage.all_reduce` (compressors/two_stage.py) sends a shard dense during `warmup_steps`, and alone in a group; a
-   step of `HookState.flush` is sent exactly, by `Programs`.
+6. `TwoStage.all_reduce` (compressors/two_stage.py) sends a shard dense during `warmup_steps`, and alone in a group;
+   PowerSGD has such steps, too, and DGC lowers its density in them. A step of `HookState.flush` is sent exactly, by
+   `Programs`.
 """
 
 from dataclasses import dataclass, replace

@@ -14,7 +14,8 @@ code wraps the hook, or registers a compressor, whose `exchanged` and `end_step`
 
 `HookState` passes on all events of a step. `FsdpState` passes on `step_began`, `bucket_arrived` (of flat shards, with
 no layout) and `step_ended`, `Outer` only `step_began` and `step_ended`; both commit the compressor's state themselves.
-A sharded model without `replicas` has no session, and so no listeners.
+A sharded model without `replicas` has no session, and so no listeners. In a step that `Join` takes for a rank without
+inputs, DDP's hook is called outside of autograd: then no listener gets `bucket_arrived`.
 """
 
 from collections.abc import Callable, Sequence

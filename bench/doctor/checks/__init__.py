@@ -2,7 +2,9 @@
 
 A new check goes into such a module and its `CHECKS`; a new module into `CHECKS` here. The key of its finding has an
 entry in `basis.BASES`, and one in each table below that its cost belongs to: what it explains or is explained by
-(`EXPLAINS`), and of what its cost is a part (`OF_THE_EXCHANGE`, `OF_THE_CARDS`, `OF_THE_COMPUTATION`). Its test plants
+(`EXPLAINS`; on any node: `EVERYWHERE`), and of what its cost is a part (`OF_THE_EXCHANGE`, `OF_THE_CARDS`,
+`OF_THE_COMPUTATION`). A fact that is to be measured twice before it counts is asked for again by examine.py
+(`suspect_nodes`, and `doubtful_pairs` of network.py). Its test plants
 such a fault in a healthy job: an entry of `FAULTS` in tests/bench/doctor/test_checks.py.
 
 What it looks at is a field of a dataclass of facts.py, which comes from one of these:
