@@ -47,7 +47,7 @@ def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: 
 
 
 @dataclass(slots=True)
-class NicBytes:
+class SentBytes:
     """Bytes that have left the busiest node through its NIC so far, computed from the plans, not measured.
 
     On a single node they are those of the busiest rank.
@@ -180,7 +180,7 @@ class FragmentAveraging:
         )
         self.alone = alone or communicator.size == 1
         self.messages = BarrierCounters(communicator)
-        self.nic_bytes, self.waited_seconds = NicBytes(), 0.0
+        self.nic_bytes, self.waited_seconds = SentBytes(), 0.0
         self.resilient_ops: ResilientOps | None = None
         self._memory, self._leaving = _Memory(), _Leaving()
 
@@ -352,7 +352,7 @@ class FragmentAveraging:
             self.decide(finite, fragments)
             if self.compression is not None:
                 self.compression.flushing = False
-            self.nic_bytes = NicBytes(before, self.nic_bytes.synchronized + self.nic_bytes.exchanged - before)
+            self.nic_bytes = SentBytes(before, self.nic_bytes.synchronized + self.nic_bytes.exchanged - before)
         # When this ends, all ranks have the averages, and none keeps a copy for others.
         if self.resilient_ops is not None and not self.alone:
             self.mean_of(fragments[0].anchor.new_zeros(1))

@@ -7,8 +7,8 @@ Whether a gradient is compressed is decided step by step, each time alike on all
    joins only buckets that are alike in that.
 3. `Communicator.start` drops the layout if the bucket's dtype is none of `CompressorTraits.dtypes`.
 4. `PlanChooser._compressed_plan` here decides for each size of bucket with a layout: compressed between nodes if there
-   are several; on one node only with plan="flat", with a compressor that keeps the optimizer's momentum, or on GPUs with
-   slow links; and a compressor that only sums in another way never. `compressed_name` says so for all sizes at once.
+   are several; on one node only with plan="flat", with a compressor that keeps the optimizer's momentum, or on GPUs
+   with slow links; and a compressor that only sums in another way never. `compressed_name` says so for all sizes.
 5. `Composite` (compressors/composite.py) sends parameters dense inside of a compressed phase, as the rules say; the
    default ones are biases, norms and small parameters.
 6. `TwoStage.all_reduce` (compressors/two_stage.py) sends a shard dense during `warmup_steps`, and alone in a group;

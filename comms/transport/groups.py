@@ -9,8 +9,8 @@ A new transport is a module of this folder: a class with the methods of `Transpo
 far as it has something for them. It also has a place in
 
 - `TRANSPORTS` of config.py, for its name (and `TCP_TRANSPORTS`, if it takes a number of connections); what is said of
-  one transport alone compares `Config.transport_name` (links/quick_probe.py, bootstrap/nics.py, `Config.__post_init__`,
-  which refuses it with `elastic`);
+  one transport alone compares `Config.transport_name` (links/quick_probe.py, bootstrap/nics.py, and
+  `Config.__post_init__`, which refuses some options with it);
 - `check_transport`, which says on which devices it can be used;
 - `Groups._make`, which chooses for a set of ranks: NCCL for CUDA tensors, else shared memory for ranks of one node,
   and only for the others what `Config.transport_name` asks for;

@@ -13,8 +13,8 @@ A new reader is a module here, and a branch in the module that chooses it:
   what it says to `merge` of merge.py: the first description takes precedence, the second fills its gaps.
 
 A fact that no field holds yet is a field of graph.py, with None or () for unknown; `merge` takes such a field over by
-itself. It never takes over `unclassified`, nor NICs that only the second description has, which a note names. gdr-check and the doctor read more of a host than a topology: topology/gdr/inputs/ and
-bench/doctor/local.py.
+itself. It never takes over `unclassified`, nor NICs that only the second description has, which a note names.
+gdr-check and the doctor read more of a host than a topology: topology/gdr/inputs/ and bench/doctor/local.py.
 
 The other modules read nothing by themselves: forest.py, pci.py and pci_config.py make a tree of PCI functions,
 pci_sysfs.py, sysfs_ports.py and small_files.py are parts of sysfs.py, nvml_calls.py of nvml.py, xml_tree.py of the
