@@ -386,6 +386,28 @@ def test_a_bucket_on_another_device_is_refused_untouched(fusion_mb: float) -> No
     assert error.missing == (1,)
 
 
+def test_an_error_after_a_bucket_that_has_the_future_of_its_collective_is_the_one_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a bucket was issued as torch's own hook does: gradwire does not complete its future, nor give it up."""
+    monkeypatch.setattr(hook, "is_timed", lambda step: False)
+
+    def body(rank: Rank) -> str:
+        assert rank.error() is None
+        communicator = rank.state._session.communicator
+        start, started = communicator.start, []
+
+        def start_one(*arguments: Any, **options: Any) -> None:
+            if started:
+                raise ValueError("planted in the second bucket")
+            started.append(start(*arguments, **options))
+
+        communicator.start = start_one
+        return str(rank.error())
+
+    assert on_ranks("ab", body, plan="flat") == ["planted in the second bucket"] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "joined"), [("onebit", False), ("dgc", True), ("powersgd", False)])
 def test_wherever_memory_ends_everybody_hears_of_it(name: str, joined: bool, full_memory: Memory) -> None:
