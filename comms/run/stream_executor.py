@@ -217,7 +217,8 @@ class StreamExecutor(Executor):
         for transfer in part.steps[0]:
             work = cast(BackendWork, self._programs.issue(bucket.flat, transfer, (0, 0), scale))
             self._direct = work
-            bucket.future, bucket.pending = cast(Open, work.get_future().then(_only)), 0  # the collective completes it
+            bucket.future = cast(Open, work.get_future().then(_only))
+            bucket.pending = 0  # the collective completes it
             if all_reduce.counted:
                 self.stats.count(chunk, bucket.flat.element_size(), (), (0.0,))
         return bucket.future is not None
