@@ -336,10 +336,10 @@ def gives_up_before_others_are_through(rank: int) -> str:
     stores: list[Store] = []
 
     def register(groups: list[dist.ProcessGroup], options: GroupOptions) -> list[object]:
-        made, store = register_backends(groups, options), options.store
-        stores.append(store)
+        stores.append(options.store)  # first: rank 0 may be so early that gloo does fail here
+        made = register_backends(groups, options)
         if rank == 1:
-            store.wait(["aborted"], timedelta(seconds=60))
+            options.store.wait(["aborted"], timedelta(seconds=60))
             raise RuntimeError("Connection closed by peer")
         return made
 
