@@ -395,7 +395,8 @@ def test_an_error_after_a_bucket_that_has_the_future_of_its_collective_is_the_on
     def body(rank: Rank) -> str:
         assert rank.error() is None
         communicator = rank.state._session.communicator
-        start, started = communicator.start, []
+        start = communicator.start
+        started: list[None] = []
 
         def start_one(*arguments: Any, **options: Any) -> None:
             if started:
