@@ -297,13 +297,16 @@ def using_a_destroyed_communicator_is_refused() -> None:
 
 
 def an_injected_error_comes_with_its_kernel() -> None:
-    comm, stream, mine = connect(), cuda.stream(), floats(1.0)
-    for _ in range(3):
+    comm, stream, mine, before = connect(), cuda.stream(), floats(1.0), cuda.event()
+    for number in range(3):
         nccl.all_reduce(mine, 1, "float32", SUM, comm, stream)
+        if number == 1:
+            cuda.api.cudaEventRecord(before, stream)
     until(lambda: RANK > 0 or nccl.state(comm) == SYSTEM_ERROR, "no error")
     if RANK == 0:
         say("failed")
     until(lambda: heard("failed", 0), "rank 0 has no error")
+    until(lambda: cuda.code("cudaEventQuery", before) == SUCCESS, "the sums before it are not there")
     assert cuda.code("cudaStreamQuery", stream) != SUCCESS
     nccl.api.ncclCommAbort(comm)
     assert values(mine, 1) == [float(RANKS) ** 2]
