@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
+from numbers import Real
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from gradwire.comms.environment import OFF, ON
@@ -353,7 +354,7 @@ class Fusing:
     def __post_init__(self) -> None:
         if isinstance(self.fusion, str):
             _check_fusion(self.fusion)
-        elif type(self.fusion) not in (int, float) or not 0 <= self.fusion < float("inf"):
+        elif isinstance(self.fusion, bool) or not (isinstance(self.fusion, Real) and 0 <= self.fusion < float("inf")):
             raise ValueError(f"`fusion` is {self.fusion}; wanted a number of MiB >= 0")
 
     @property

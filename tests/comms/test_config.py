@@ -67,6 +67,11 @@ def test_defaults_ask_for_nothing() -> None:
     assert given.only(PLANNING) == Config()
 
 
+def test_a_number_of_another_library_is_a_number_of_mebibytes() -> None:
+    np = pytest.importorskip("numpy")
+    assert Config(fusion=np.float64(25)).fusion_mb == Config(fusion=np.int64(25)).fusion_mb == 25.0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
