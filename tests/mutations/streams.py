@@ -59,7 +59,7 @@ STREAMS = (
         "        for before in (torch.cuda.current_stream(self._index), *others):\n",
         "        for before in (torch.cuda.current_stream(self._index),):\n",
         "A step is decided while a chunk on the other stream still encodes.",
-        (f"{_COMPRESSED}test_several_steps_in_the_same_buckets",),
+        (f"{_ORDER}::test_no_event_is_made_to_put_one_stream_behind_another",),
     ),
     Mutation(
         "the other side streams do not wait for what ran alone",
@@ -87,7 +87,7 @@ STREAMS = (
         "    lag = 1\n",
         "    lag = 0\n",
         "The host waits for the device in every step.",
-        (f"{_HOOK}test_times_are_the_devices_and_are_read_a_step_later",),
+        (f"{_HOOK}test_the_search_for_cuts_looks_at_each_step_a_step_later",),
     ),
     Mutation(
         "the clock does not wait for its last event",
