@@ -163,25 +163,28 @@ class StepVerdict:
     def give_up(self) -> None:
         """Sets the factor to NaN, even while the device waits for a collective, and returns when it is set. Any thread.
 
-        A copy needs no multiprocessor. If the device does not execute it within 2 s (`COPY_SECONDS`), a warning is
-        logged, and the factor may still be 1.
+        A copy needs no multiprocessor. If the device does not execute it within 2 s (`COPY_SECONDS`), or has failed, a
+        warning is logged, and the factor may still be 1. It raises nothing then: the other ranks are still to be told.
         """
         if self._given_up:
             return
         self._given_up = True
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._factor.copy_(self._bad, non_blocking=True)
-            copied = self._stream.record_event()
-        deadline = time.monotonic() + COPY_SECONDS
-        while not copied.query():
-            if time.monotonic() > deadline:
-                log.warning(
-                    "%s does not respond: results of work in flight may be wrong; save no checkpoint, restart from the "
-                    "last one",
-                    self._device,
-                )
-                return
-            time.sleep(COPY_POLL_SECONDS)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self._factor.copy_(self._bad, non_blocking=True)
+                copied = self._stream.record_event()
+            deadline = time.monotonic() + COPY_SECONDS
+            while not copied.query():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a copy took more than {COPY_SECONDS:g} s")
+                time.sleep(COPY_POLL_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            log.warning(
+                "%s does not respond (%s): results of work in flight may be wrong; save no checkpoint, restart from "
+                "the last one",
+                self._device,
+                error,
+            )
 
 
 class IssuedWork:

@@ -225,7 +225,7 @@ class LivenessRing:
             self._run,
             without="ranks that fail are detected only by timeouts",
             on_failure=self._fail,
-            end=self._connections.wake,
+            end=self._stop,
         )
         self.thread.start()
 
@@ -241,12 +241,16 @@ class LivenessRing:
         if self._closed.is_set():
             return
         self._orderly = orderly
-        self._closed.set()
         if self._heartbeat is not None:
             self._heartbeat.end()
-        self._connections.wake()
+        self._stop()
         if self.thread is not threading.current_thread():
             self.thread.join(2 * POLL_SECONDS)
+
+    def _stop(self) -> None:
+        """Asks the ring's thread to end soon: by `close`, or at exit, when the neighbours see this rank as gone."""
+        self._closed.set()
+        self._connections.wake()
 
     def leave_to_parent(self) -> None:
         """Closes a forked child's copies of the ring's sockets, without sending anything.

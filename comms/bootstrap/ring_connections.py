@@ -275,7 +275,7 @@ class RingConnections:
         self.selector.register(self.listener, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """Ends a wait of the selector, and every later one at once: the ring's thread is to end."""
+        """Ends a wait of the selector, and every later one at once; the ring's thread ends by `LivenessRing._closed`."""
         self._waker.close()
 
     def close(self) -> None:

@@ -356,10 +356,12 @@ class StreamExecutor(Executor):
         Raises:
             torch.OutOfMemoryError: `error` itself, if it is one.
             CollectiveError: The diagnosis, for any other error.
+            torch.AcceleratorError: The device has failed.
         """
         self._held = None
-        self._streams.sync_current_stream()
         self.interrupt(error)
+        # Behind the abort: it raises if the device has failed, and the other ranks must learn of that.
+        self._streams.sync_current_stream()
         if isinstance(error, torch.OutOfMemoryError):
             raise error
         self._refuse_if_failed()

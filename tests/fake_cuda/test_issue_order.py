@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import cast
+from typing import NoReturn, cast
 from unittest.mock import MagicMock, Mock
 
 import pytest
@@ -162,6 +162,29 @@ def test_after_an_error_the_current_stream_waits_for_what_was_issued(
     with pytest.raises(torch.OutOfMemoryError):
         Failing(side_streams).send("a", HIERARCHICAL, 2)
     assert waits == [*[("side", computing)] * STREAMS, ("issue", None), *(("computing", side) for side in sides)]
+
+
+def test_an_error_of_the_device_reaches_the_other_ranks(
+    recorded: Callable[[], tuple[SideStreams, list[tuple[str, object]], list[Mock]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After it every call raises, so nothing asks the device before the abort."""
+    monkeypatch.setattr(failure_reporter, "PATIENCE", timedelta(0))
+    side_streams, _, (computing, *_) = recorded()
+
+    def failed(*_: object) -> NoReturn:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    class Failing(Issuing):
+        def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Transition]:
+            computing.wait_event = failed
+            failed()
+            yield
+
+    executor = Failing(side_streams)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        executor.send("a", HIERARCHICAL, 2)
+    assert "illegal memory access" in str(executor.failure)
 
 
 def test_no_event_is_made_to_put_one_stream_behind_another(

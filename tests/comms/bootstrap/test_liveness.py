@@ -147,6 +147,19 @@ def test_a_rank_that_leaves_in_order_is_not_missed() -> None:
     assert not any(each.thread.is_alive() for each in rings)
 
 
+def test_the_end_of_the_process_ends_the_ring_as_if_it_were_killed() -> None:
+    """At exit a thread is asked to end, and joined: the ring of a rank that nobody has closed, too."""
+    rings, heard = ring(3)
+    rings[1].thread.ask_to_end()
+    rings[1].thread.join(SECONDS)
+    assert not rings[1].thread.is_alive()
+    for neighbour in (0, 2):
+        assert heard[neighbour].told.wait(SECONDS)
+        assert "rank 1 has ended" in str(heard[neighbour].error)
+    for each in rings:
+        each.close()
+
+
 def test_a_shutdown_that_only_the_store_records_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said last to a neighbour is lost where its kernel resets the connection."""
     rings, heard = ring(3)

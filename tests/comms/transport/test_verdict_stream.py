@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from itertools import count
+from typing import NoReturn
 
 import pytest
 import torch
@@ -32,3 +33,16 @@ def test_the_verdict_shares_no_stream_with_callbacks_or_chunks(monkeypatch: pyte
         assert len(set(map(id, callbacks))) == POOL_STREAMS
         more = [stream for _ in range(20) for stream in SideStreams(device)._streams]  # of other models
         assert all(each is not mine for each in [*callbacks, *side._streams, *more])
+
+
+def failed(*arguments: object, **named: object) -> NoReturn:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_device_that_has_failed_keeps_no_rank_from_telling_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Every call raises then, the copy of the verdict, too; the abort comes behind it."""
+    with fake_cuda():
+        verdict = SideStreams(torch.device("cuda", 0)).verdict
+        verdict._stream.record_event = failed  # type: ignore[method-assign]
+        verdict.give_up()
+    assert "does not respond (CUDA error: an illegal memory access" in caplog.text
