@@ -2,7 +2,7 @@
 
 DDP calls the hook with one bucket of gradients after another during backward. The session's grouping returns the
 all-reduces to start, the communicator starts them, and DDP gets a future of the bucket. DDP divides no gradients if a
-hook is registered, so the communicator divides by the world size, before it narrows anything.
+hook is registered: the first phase of a plan multiplies each rank's contribution by 1 / ranks (run/programs.py).
 
 Optional features follow a step as listeners (`step/listeners.py`), or are a subclass (`step/features.py` chooses it).
 One is asked here by a name of the session's: `weights`, which weighs gradients before they are sent.

@@ -102,7 +102,7 @@ class Lanes:
             job: The job, whose `lane` is its first one.
 
         Raises:
-            RuntimeError: The lanes are closed.
+            RuntimeError: The lanes are closed: by the user, or as the thread of one has failed, which is logged.
         """
         with self._lock:
             if self._closed:

@@ -7,7 +7,8 @@ a choice of their own: `SHARD_CHOICES`, `WEIGHT_CHOICES` and `codec_of` of comms
 hand, which a new one joins if it is worth a place there: what predict shows without `--all` (`LINES` of
 gradwire/cli/predict_show.py), the bound by which `gradwire bench` judges a result (`bound_of` and `count_outside` of
 bench/nccl_tests/checks.py), and, of a compressor that keeps a momentum or needs an optimizer, `SGD_ONLY` and
-`LONG_RUNS_ONLY` of comms/plan/advise.py.
+`LONG_RUNS_ONLY` of comms/plan/advise.py. tests/test_budgets.py allows twelve compressors: a new one replaces one, or
+raises that number and says why.
 
 A block codec has kernels under the name `BlockFormat.family`. It has a place in
 
@@ -17,9 +18,10 @@ A block codec has kernels under the name `BlockFormat.family`. It has a place in
 - csrc/cuda: a file that is named as the family; its functions in `ENTRY_POINTS` of kernels/cuda/load.py, and their
   grids in `FAMILIES` of kernels/cuda/families.py; without a file, GPUs use the reference kernels, after a warning;
 - `CALLS` of bench/kernels/calls.py, for `gradwire selftest`, and `CODECS` of tests/support/block_codecs.py, by which
-  all sets of kernels are compared.
+  all sets of kernels are compared; tests/kernels_on_cpu/cases.py and `FAMILIES` of
+  tests/fake_cuda/test_compressed_streams.py have one codec of each kind.
 
-tests/compressors/test_registry.py and those of csrc/ say what is missing.
+tests/compressors/test_registry.py and the tests in tests/csrc say what is missing.
 """
 
 import inspect

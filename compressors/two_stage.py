@@ -185,7 +185,8 @@ class TwoStage(Stateful):
         name: Name by which the user chooses it, `compressor=`.
         codec: Encodes the payloads for the owners of the parts.
         return_codec: Encodes the owners' sums; None takes `codec`.
-        residual: Whether the compression error of a payload is added to the next step's gradient (error feedback).
+        residual: Whether the compression error of a payload is added to the next step's gradient (error feedback). A
+            payload is a shard of the node's sum, so its error belongs to the node and not to this rank's gradient.
         momentum: Factor of a momentum that is applied before the compression: u = momentum * u + gradient is sent. The
             optimizer then runs without momentum. 0 applies none.
         warmup_steps: Steps at the start whose gradients are sent dense.

@@ -24,11 +24,11 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.failures import FAILED, LONGEST_REASON, OVERDUE, GroupFailures, PeerFailure
 from gradwire.comms.bootstrap.probe import (
     ANSWERS,
-    ENDED,
+    EXITED,
     INDIRECT_PROBES,
     MOST_PROBES,
     REFUSED,
-    SILENT,
+    UNANSWERED,
     PeerAddress,
     PeerTable,
     PeerWait,
@@ -437,9 +437,9 @@ class StoreFailureReporter(FailureReporter):
         found = self._peer_table.probe(self._peer_table.probe_targets(members))
         of = {
             outcome: [rank for rank, each in found.items() if each == outcome]
-            for outcome in (ENDED, REFUSED, SILENT, ANSWERS)
+            for outcome in (EXITED, REFUSED, UNANSWERED, ANSWERS)
         }
-        missing = tuple(sorted((dead | set(of[ENDED])) - {self.rank}))
+        missing = tuple(sorted((dead | set(of[EXITED])) - {self.rank}))
         result = f"Of the ranks that rank {self.rank} has probed at their own ports, " + "; ".join(
             f"{_list(ranks)} {outcome if len(ranks) == 1 else outcome_of_many}"
             for (outcome, ranks), outcome_of_many in zip(
@@ -447,7 +447,7 @@ class StoreFailureReporter(FailureReporter):
             )
             if ranks
         )
-        if of[SILENT] and not of[ENDED]:
+        if of[UNANSWERED] and not of[EXITED]:
             result += " (a rank that does not is stopped, or cut off from this host)"
         if of[REFUSED]:
             result += " (a rank that refuses them has ended, or a firewall rejects them)"

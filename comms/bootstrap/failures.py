@@ -45,6 +45,11 @@ ranks poll the abort signal each second (more rarely above 2048 ranks), so about
 ranks that are gone; about 3 s if they are found by probing what is silent after `PROBE_AFTER` and a poll (2 s + 1 s);
 at most `PATIENCE` and two polls (15 s + 1 s + 1 s) if neither finds them, as on a host that is lost. Without the store,
 whose requests end after `STORE_PATIENCE` (5 s), each rank probes some peers itself.
+
+A training script sees a RuntimeError, at the end of `loss.backward()`. On CPUs it comes out of a future, which keeps no
+types: a plain RuntimeError with the text of the CollectiveError. It is the CollectiveError itself, a subclass, where no
+future passes it: with a compressor in each later step; and on CUDA, where the host is ahead of the device: what was
+averaged is undefined, one element of the step's last bucket becomes NaN, and the next use of the hook raises.
 """
 
 import json

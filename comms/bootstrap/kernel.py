@@ -51,7 +51,7 @@ CONNECT_SECONDS, ALL_CONNECTS_SECONDS = 1.0, 2.0
 KERNEL_DIGITS = 12
 """Hexadecimal digits of the id of a kernel and network namespace. Collision probability among 10,000 hosts: 2e-7."""
 
-ENDED, LISTENS, REFUSED, UNKNOWN = "ended", "listens", "refused", "unknown"
+NOTHING_LISTENS, LISTENS, REFUSED, UNKNOWN = "ended", "listens", "refused", "unknown"
 """State of a port, as far as it is known: its own kernel says that nothing listens; something listens; its host refuses
 connections, as after an exit or because of a firewall; nothing is known."""
 
@@ -206,7 +206,7 @@ def is_listened_at(port: int) -> bool | None:
 
 
 def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
-    """Returns if a process listens: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`. Takes `ALL_CONNECTS_SECONDS` at most.
+    """Returns `NOTHING_LISTENS`, `LISTENS`, `REFUSED` or `UNKNOWN`, after `ALL_CONNECTS_SECONDS` at most.
 
     Args:
         kernel: `own_kernel()` of that process.
@@ -216,7 +216,7 @@ def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
     if kernel and kernel == own_kernel():
         listened_at = is_listened_at(port)
         if listened_at is not None:
-            return LISTENS if listened_at else ENDED
+            return LISTENS if listened_at else NOTHING_LISTENS
     deadline, found = time.monotonic() + ALL_CONNECTS_SECONDS, UNKNOWN
     for address in of_others(addresses):
         seconds = min(CONNECT_SECONDS, deadline - time.monotonic())

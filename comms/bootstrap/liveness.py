@@ -27,6 +27,7 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.failure_reporter import POLL_SECONDS, poll_seconds
 from gradwire.comms.bootstrap.failures import (
     BROKEN,
+    ENDED,
     LONGEST_FAILURE_NBYTES,
     OVER,
     SILENT,
@@ -35,7 +36,6 @@ from gradwire.comms.bootstrap.failures import (
     PeerFailureError,
     Source,
 )
-from gradwire.comms.bootstrap.failures import ENDED as HAS_ENDED
 from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.kernel import LISTENS
 from gradwire.comms.bootstrap.pending_connections import to_close
@@ -65,9 +65,9 @@ CLOSING_POLLS = (0.0, 0.02, 0.08)
 """Seconds before each check whether a process whose connection has ended still listens: the kernel of an exiting
 process closes its sockets one after the other."""
 
-SHUTDOWN, FAILED, ALIVE = b".", b"!", b"~"
+SHUTDOWN, FAILURE, ALIVE = b".", b"!", b"~"
 """First byte of a message. 8 bytes with the number of launches follow `SHUTDOWN`, 4 bytes of length and a packed
-failure follow `FAILED`, nothing follows `ALIVE`, the heartbeat."""
+failure follow `FAILURE`, nothing follows `ALIVE`, the heartbeat."""
 
 FROZEN_SECONDS = 10.0
 """Silence after which a connected neighbour is reported while this rank waits: its process is stopped. Much longer than
@@ -418,7 +418,7 @@ class LivenessRing:
         if kind == SHUTDOWN and len(body) >= 8:
             self._records.left[_sure(peer.rank)] = int.from_bytes(body[:8], "big")
             return False
-        if kind == FAILED and len(body) >= 4 and len(body) >= 4 + int.from_bytes(body[:4], "big"):
+        if kind == FAILURE and len(body) >= 4 and len(body) >= 4 + int.from_bytes(body[:4], "big"):
             try:
                 failure = PeerFailure.unpacked(body[4 : 4 + int.from_bytes(body[:4], "big")])
             except MessageError as error:
@@ -426,7 +426,7 @@ class LivenessRing:
                 return False
             raise PeerFailureError(failure)
         # Incomplete messages wait for more, up to the largest size.
-        return not kind or (kind in (SHUTDOWN, FAILED) and len(body) <= 4 + LONGEST_FAILURE_NBYTES)
+        return not kind or (kind in (SHUTDOWN, FAILURE) and len(body) <= 4 + LONGEST_FAILURE_NBYTES)
 
     def _report_closed(self, rank: int, ended: str) -> None:
         """Reports a rank whose connection has ended, unless it has shut down in order.
@@ -449,20 +449,20 @@ class LivenessRing:
             for seconds in CLOSING_POLLS:
                 time.sleep(seconds)
                 if self._records.state_of(rank) != LISTENS:
-                    raise failure_error(ended.format(rank), HAS_ENDED, rank)
+                    raise failure_error(ended.format(rank), ENDED, rank)
             raise failure_error(f"lost the connection to rank {rank}, whose process is still running", BROKEN)
         except PeerError:
             raise
         except RuntimeError as error:
             log.debug("whether rank %d has shut down in order cannot be read from the store: %s", rank, error)
-        raise failure_error(ended.format(rank), HAS_ENDED, rank)
+        raise failure_error(ended.format(rank), ENDED, rank)
 
     def _forward(self, error: Exception) -> None:
         """Forwards a failure to the neighbours, before this rank uses the store: it may be unreachable."""
         packed = PeerFailure.of(error).packed(self._rank)
         for connection, peer in self._connections.peers.items():
             if peer.known:
-                self._connections.send(connection, FAILED + len(packed).to_bytes(4, "big") + packed)
+                self._connections.send(connection, FAILURE + len(packed).to_bytes(4, "big") + packed)
 
     def _send_shutdown(self) -> None:
         """Sends the shutdown message to the neighbours, and records it in the store for a rank that connects later.

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 from gradwire.comms.bootstrap.addresses import LOOK_UP_SECONDS, listener, own_addresses
 from gradwire.comms.bootstrap.failures import LONGEST_FAILURE_NBYTES, PeerFailure
-from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
-from gradwire.comms.bootstrap.kernel import addresses_to_try, listener_state, own_kernel
+from gradwire.comms.bootstrap.kernel import NOTHING_LISTENS, addresses_to_try, listener_state, own_kernel
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread, call_each
 from gradwire.comms.boundary.messages import Addresses, Kernel, MessageType, Port
@@ -72,9 +71,9 @@ PROBE, NOTIFY = b"?", b"!"
 """Kind of a request, one byte behind the digest and a nonce. `PROBE` asks whether the rank is here. `NOTIFY` carries a
 failure: 4 bytes of length and a packed `PeerFailure`. The client's proof ends either one."""
 
-ANSWERS, ENDED, REFUSED, SILENT = "answers", "has ended", "refuses connections", "does not answer"
-"""Outcome of a probe. `ENDED` also means a process that lives on without this group. `REFUSED` is not proof of an exit,
-because a firewall may reject connections; it becomes `ENDED` if the own kernel knows that no process listens there, or
+ANSWERS, EXITED, REFUSED, UNANSWERED = "answers", "has ended", "refuses connections", "does not answer"
+"""Outcome of a probe. `EXITED` also means a process that lives on without this group. `REFUSED` proves no exit, because
+a firewall may reject connections; it becomes `EXITED` if the own kernel knows that no process listens there, or
 if another rank of the same host could be reached."""
 
 
@@ -254,7 +253,7 @@ class PeerAddress:
         """Returns whether a process listens there, as far as this host's kernel or a connection attempt can tell.
 
         Returns:
-            `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN` of kernel.py. May take some seconds.
+            `NOTHING_LISTENS`, `LISTENS`, `REFUSED` or `UNKNOWN` of kernel.py. May take some seconds.
         """
         return listener_state(self.kernel, self.port, self.addresses)
 
@@ -324,7 +323,7 @@ class PeerTable:
             ranks: Ranks to probe. Only the first `MOST_PROBES` with a known address are probed.
 
         Returns:
-            By rank: `ANSWERS`, `ENDED`, `REFUSED` or `SILENT`.
+            By rank: `ANSWERS`, `EXITED`, `REFUSED` or `UNANSWERED`.
         """
         found = self._send_to_all(ranks, PROBE)
         # A refusal alone may come from a firewall: see if another rank of that host can be reached.
@@ -333,13 +332,13 @@ class PeerTable:
         reachable_hosts = {
             self.addresses[rank].kernel
             for rank, outcome in {**indirect, **found}.items()
-            if outcome in (ANSWERS, ENDED)
+            if outcome in (ANSWERS, EXITED)
         }
-        return found | {rank: ENDED for rank in refused if self.addresses[rank].kernel in reachable_hosts - {""}}
+        return found | {rank: EXITED for rank in refused if self.addresses[rank].kernel in reachable_hosts - {""}}
 
     def exited(self, ranks: Sequence[int]) -> list[int]:
         """Probes ranks and returns those whose process has exited or has left the group, in ascending order."""
-        return sorted(rank for rank, outcome in self.probe(ranks).items() if outcome == ENDED)
+        return sorted(rank for rank, outcome in self.probe(ranks).items() if outcome == EXITED)
 
     def _of_their_hosts(self, ranks: Sequence[int]) -> list[int]:
         """Returns up to `INDIRECT_PROBES` other ranks of each host on which one of `ranks` runs."""
@@ -375,8 +374,8 @@ class PeerTable:
     def _send(self, rank: int, request: bytes) -> str:
         """Sends one request to a rank, trying its addresses in order, and returns the outcome."""
         peer = self.addresses[rank]
-        if listener_state(peer.kernel, peer.port, ()) == ENDED_HERE:
-            return ENDED
+        if listener_state(peer.kernel, peer.port, ()) == NOTHING_LISTENS:
+            return EXITED
         refused = silent = False
         for address in peer.to_try():
             try:
@@ -392,10 +391,10 @@ class PeerTable:
             if reply == REPLY_HERE:
                 return ANSWERS
             if reply == REPLY_LEFT:
-                return ENDED
+                return EXITED
             # The process exited during the request, or another program has its port now.
             refused = True
-        return REFUSED if refused and not silent else SILENT
+        return REFUSED if refused and not silent else UNANSWERED
 
 
 FindExited = Callable[[Sequence[int]], list[int]]

@@ -21,9 +21,8 @@ from typing import Annotated
 
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.failures import ABSENT, LEFT, UNREACHED, PeerFailure, PeerFailureError
-from gradwire.comms.bootstrap.failures import ENDED as HAS_ENDED
-from gradwire.comms.bootstrap.kernel import ENDED, UNKNOWN
+from gradwire.comms.bootstrap.failures import ABSENT, ENDED, LEFT, UNREACHED, PeerFailure, PeerFailureError
+from gradwire.comms.bootstrap.kernel import NOTHING_LISTENS, UNKNOWN
 from gradwire.comms.bootstrap.pending_connections import accept
 from gradwire.comms.bootstrap.probe import PeerAddress
 from gradwire.comms.bootstrap.store import PollingStore
@@ -78,7 +77,7 @@ _RECORD: MessageType[tuple[int, tuple[str, ...], str, str]] = MessageType(
 
 
 def rank_state(store: Store, rank: int) -> str:
-    """Asks the kernel of a rank's host whether its process lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`.
+    """Asks the kernel of a rank's host about its port: `NOTHING_LISTENS`, `LISTENS`, `REFUSED` or `UNKNOWN`.
 
     Args:
         store: Store of the ring.
@@ -181,7 +180,7 @@ class MemberRecords:
         return True
 
     def state_of(self, rank: int) -> str:
-        """Returns whether a rank's process lives, as `rank_state` does: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`.
+        """Returns what `rank_state` says of a rank's port: `NOTHING_LISTENS`, `LISTENS`, `REFUSED` or `UNKNOWN`.
 
         Raises:
             RuntimeError: The store is unreachable.
@@ -275,7 +274,7 @@ class RingConnections:
         self.selector.register(self.listener, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """Ends a wait of the selector, and every later one at once; the ring's thread ends by `LivenessRing._closed`."""
+        """Ends a wait of the selector, and every later one at once; `LivenessRing._closed` ends the thread."""
         self._waker.close()
 
     def close(self) -> None:
@@ -548,7 +547,7 @@ class Dialer:
         # All addresses have failed. A rank that shuts down in order says so in the store before it closes its port.
         neighbour.settled = True
         try:
-            has_ended = self._records.state_of(neighbour.rank) == ENDED
+            has_ended = self._records.state_of(neighbour.rank) == NOTHING_LISTENS
             if self._records.has_left(neighbour.rank):
                 return
         except RuntimeError as error:
@@ -556,7 +555,7 @@ class Dialer:
             return
         # It joined after the last check, and exited before it was reached.
         if has_ended:
-            raise failure_error(f"the process of rank {neighbour.rank} has ended", HAS_ENDED, neighbour.rank)
+            raise failure_error(f"the process of rank {neighbour.rank} has ended", ENDED, neighbour.rank)
         log.warning(
             "rank %d cannot reach rank %d at %s: a failure of that rank will be reported by another rank, or by the "
             "timeout",
@@ -581,8 +580,8 @@ class Dialer:
         _, last = following.checks.popleft()
         if following.answered or self._records.has_left(following.rank):
             return
-        if self._records.state_of(following.rank) == ENDED:
-            raise failure_error(f"the process of rank {following.rank} has ended", HAS_ENDED, following.rank)
+        if self._records.state_of(following.rank) == NOTHING_LISTENS:
+            raise failure_error(f"the process of rank {following.rank} has ended", ENDED, following.rank)
         if last and not self._records.has_joined(following.rank):
             raise failure_error(f"rank {following.rank} did not join", ABSENT)
         if last and not following.may_be_unreached:

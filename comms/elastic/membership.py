@@ -26,7 +26,7 @@ from functools import partial
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failure_reporter import AbortSignal
 from gradwire.comms.bootstrap.failures import OVER, UNREACHED, GroupFailures, PeerFailure
-from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
+from gradwire.comms.bootstrap.kernel import LISTENS, NOTHING_LISTENS
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.ring_connections import rank_state
 from gradwire.comms.bootstrap.store import PollingStore, Result
@@ -511,7 +511,7 @@ class Membership:
         if not closed and not ask:
             return False
         found = rank_state(self._ring_store(generation.view), rank)
-        if found == LISTENS or (found != ENDED and not closed) or self._store.check([f"{number}/members"]):
+        if found == LISTENS or (found != NOTHING_LISTENS and not closed) or self._store.check([f"{number}/members"]):
             return False
         self._store.set(f"{number}/gone/{rank}", "1")
         return True

@@ -14,7 +14,11 @@ far as it has something for them. It also has a place in
 - `check_transport`, which says on which devices it can be used;
 - `Groups._make`, which chooses for a set of ranks: NCCL for CUDA tensors, else shared memory for ranks of one node,
   and only for the others what `Config.transport_name` asks for;
+- the table of bootstrap/failures.py, if it finds out by itself that a rank has ended;
+- `leave_to_parent` of bootstrap/forks.py, if it has sockets, which a forked child must not hold open;
 - tests/comms/transport/test_waits.py, if it has a wait without a time limit.
+
+No other folder asks for its class (tests/test_layers.py): what differs is said by a protocol below.
 
 Not asked of the transport, but decided by device and level: whether a phase is asynchronous (`executable` of
 plan/schedule.py: all but shared memory), and by which library's costs a plan is chosen (`PlanChooser.library`).

@@ -338,7 +338,7 @@ ELASTIC = (
     Mutation(
         "a rank that answers has ended",
         _PROBE,
-        "        return sorted(rank for rank, outcome in self.probe(ranks).items() if outcome == ENDED)\n",
+        "        return sorted(rank for rank, outcome in self.probe(ranks).items() if outcome == EXITED)\n",
         "        return sorted(self.probe(ranks))\n",
         "A rank that is busy is missed.",
         (_REPORTER, _LIVENESS),

@@ -501,7 +501,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         own, listening = simulation.process.host, simulation.listeners.get(port)
         there = listening is not None and not listening.process.dead
         if name == own:
-            return kernel.LISTENS if there else kernel.ENDED
+            return kernel.LISTENS if there else kernel.NOTHING_LISTENS
         if not simulation.reaches(own, name):
             simulation.block(lambda: simulation.reaches(own, name), kernel.CONNECT_SECONDS)
             if not simulation.reaches(own, name):

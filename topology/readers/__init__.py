@@ -5,7 +5,8 @@ text or folder of another kind raises a TopologyError. Texts are read by smi.py,
 (`read(text) -> Machine`), a folder by sysfs.py (`read(root) -> Machine`). nvml.py asks the driver, and returns an
 `NvmlReading`: parts of a Machine, which detect.py completes, because NVML knows neither CPUs nor NICs.
 
-A new reader is a module here, and a branch in the module that chooses it:
+A new reader is a module here (or in a folder of its own: this one has the 20 files that tests/test_layers.py allows),
+and a branch in the module that chooses it:
 
 - A text that people paste, `gradwire topo --from FILE`: `_is_known` and `_machine_of_known` of files.py (for XML
   `_machine_of_xml`), its errors and the help of `--from` in gradwire/cli/topo.py; it leaves `OTHER_TOOLS` of kinds.py.

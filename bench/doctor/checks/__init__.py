@@ -5,7 +5,8 @@ entry in `basis.BASES`, and one in each table below that its cost belongs to: wh
 (`EXPLAINS`; on any node: `EVERYWHERE`), and of what its cost is a part (`OF_THE_EXCHANGE`, `OF_THE_CARDS`,
 `OF_THE_COMPUTATION`). A fact that is to be measured twice before it counts is asked for again by examine.py
 (`suspect_nodes`, and `doubtful_pairs` of network.py). Its test plants
-such a fault in a healthy job: an entry of `FAULTS` in tests/bench/doctor/test_checks.py.
+such a fault in a healthy job: an entry of `FAULTS` in tests/bench/doctor/test_checks.py. Checks do not import torch,
+and write the key as a literal in `Diagnosis(key=...)`, by which the tests find them.
 
 What it looks at is a field of a dataclass of facts.py, which comes from one of these:
 

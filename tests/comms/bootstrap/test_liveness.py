@@ -670,7 +670,7 @@ def test_a_refused_connection_is_an_end_only_beside_a_rank_that_is_reached(monke
     def found(rank: int, words: list[int]) -> str | None:
         return reporter._addresses_of({rank}, words).probe([rank]).get(rank)
 
-    assert found(1, [3, 2]) == probe.ENDED
+    assert found(1, [3, 2]) == probe.EXITED
     assert found(1, [3]) == probe.REFUSED  # a firewall of that host may reject
     assert found(1, [4]) == probe.REFUSED
     assert found(5, [2]) is None

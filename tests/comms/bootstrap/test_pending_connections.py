@@ -25,7 +25,16 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failures import FAILED, GroupFailures, PeerFailure
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
-from gradwire.comms.bootstrap.probe import ANSWERS, ENDED, NOTIFY, PeerAddress, PeerTable, ProbeServer, _digest, _secret
+from gradwire.comms.bootstrap.probe import (
+    ANSWERS,
+    EXITED,
+    NOTIFY,
+    PeerAddress,
+    PeerTable,
+    ProbeServer,
+    _digest,
+    _secret,
+)
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.boundary.proof import proof_of
 from gradwire.comms.errors import PeerError
@@ -180,7 +189,7 @@ def without_descriptors(_: int) -> list[str]:
 
 
 def test_a_process_without_a_descriptor_left_answers_again_once_there_are_some(processes: Processes) -> None:
-    assert processes(1, without_descriptors) == [[ANSWERS, ANSWERS, ENDED]]
+    assert processes(1, without_descriptors) == [[ANSWERS, ANSWERS, EXITED]]
 
 
 DRIPS = b"GET / HTTP/1.1\r\n"

@@ -198,7 +198,7 @@ def test_a_rank_that_is_waited_for_answers_probes_while_it_waits(monkeypatch: py
     looked: list[list[int]] = []
 
     def look(directory: PeerTable, ranks: Sequence[int]) -> list[int]:
-        looked.append([rank for rank, outcome in directory.probe(ranks).items() if outcome == probe.ENDED])
+        looked.append([rank for rank, outcome in directory.probe(ranks).items() if outcome == probe.EXITED])
         return looked[-1]
 
     monkeypatch.setattr(PeerTable, "exited", look)

@@ -31,7 +31,7 @@ from gradwire.comms.bootstrap.failures import GroupFailures
 from gradwire.comms.bootstrap.kernel import LISTENS, listener_state, own_kernel
 from gradwire.comms.bootstrap.liveness import Heartbeat, LivenessRing
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
-from gradwire.comms.bootstrap.probe import SILENT, PeerAddress, PeerTable, ProbeServer
+from gradwire.comms.bootstrap.probe import UNANSWERED, PeerAddress, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.ring_connections import Dialer, MemberRecords, RingConnections
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
@@ -176,7 +176,7 @@ def test_a_probe_server_that_fails_does_not_look_like_a_process_that_has_ended(
     server.register("start", 1)
     ended.get(timeout=SECONDS)
     there = PeerTable("start", 0, {1: PeerAddress(server.port, ("127.0.0.1",), own_kernel())})
-    assert there.probe([1]) == {1: SILENT}
+    assert there.probe([1]) == {1: UNANSWERED}
     assert listener_state(own_kernel(), server.port, ()) == LISTENS
     server._users = 1
     server.close()

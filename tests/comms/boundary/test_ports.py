@@ -18,7 +18,7 @@ from gradwire.comms.bootstrap import pending_connections, ring_connections
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failures import FAILED, GroupFailures, PeerFailure
 from gradwire.comms.bootstrap.liveness import LivenessRing
-from gradwire.comms.bootstrap.probe import ANSWERS, ENDED, PeerAddress, PeerTable, ProbeServer, _digest, _secret
+from gradwire.comms.bootstrap.probe import ANSWERS, EXITED, PeerAddress, PeerTable, ProbeServer, _digest, _secret
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.elastic import joining
 from gradwire.comms.observe.metrics import Metrics
@@ -102,7 +102,7 @@ def test_what_was_sent_to_a_probe_server_proves_nothing_a_second_time(until: Exi
     directory = PeerTable(
         "start", 1, {2: PeerAddress(server.port, ("127.0.0.1",)), 3: PeerAddress(server.port, ("127.0.0.1",))}
     )
-    assert directory.probe([2, 3]) == {2: ANSWERS, 3: ENDED}
+    assert directory.probe([2, 3]) == {2: ANSWERS, 3: EXITED}
 
 
 def test_a_process_without_the_secret_is_no_probe_server(until: ExitStack) -> None:
