@@ -96,7 +96,7 @@ __all__ = [
 
 
 def _name_the_sender(record: logging.LogRecord) -> bool:
-    """Prefixes a log message with `gradwire: `, in place, and returns True so that it is logged.
+    """Prefixes a log message with `gradwire: `, in place, unless it begins with gradwire; returns True: it is logged.
 
     Without a log handler in the script, Python prints the bare message.
     """

@@ -48,11 +48,13 @@ def main(argv: list[str] | None = None) -> int:
         argv: Words after `gradwire`; None takes this process's command line.
 
     Returns:
-        0 for success, otherwise the status of the command; 1 if something it needs is missing, 2 for an unknown name.
+        0 for success, otherwise the status of the command; 1 if something it needs is missing, 2 for an unknown name;
+        `OUTPUT_LOST` (120) if standard output did not take all that was printed.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C. Python ends the process by that signal then, after all exit handlers: a shell goes on
-            with its script, or with its loop, after one that ends in any other way.
+        SystemExit: The command's options are wrong (status 2), or are `--help` (0).
+        KeyboardInterrupt: Ctrl-C. Python then ends the process by that signal, after all exit handlers, which also
+            stops the script or the loop of a shell.
     """
     if sys.stderr is None:  # closed by the shell: what has nowhere to go must not go to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - as long as the process lasts
@@ -72,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 def _silent_of(
     interrupt: KeyboardInterrupt,
 ) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
-    """Returns a `sys.excepthook` that prints nothing for `interrupt`, which was reported already."""
+    """Returns a `sys.excepthook` that prints nothing for `interrupt`, and calls the present one for other errors."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -31,7 +31,8 @@ def attach(
 ) -> HookState:
     """Registers the hook on a prepared model, and its state for `accelerator.save_state` and `load_state`.
 
-    Call it before `load_state`. Residuals follow the accelerator's loss scale, if there is one.
+    Call it before `load_state`, on every rank. Residuals follow the accelerator's loss scale, if there is one. Each
+    rank saves and loads a file of its own; of several models with the hook, each has its files.
 
     Args:
         accelerator: Accelerator that prepared the model; its `save_state` and `load_state` then include the hook's
@@ -46,8 +47,9 @@ def attach(
         The state of the hook, for `report()` and such.
 
     Raises:
-        TypeError: The model is not wrapped in DDP (one process, FSDP, DeepSpeed), or an option has an unknown name.
+        TypeError: The model is not wrapped in DDP (FSDP, DeepSpeed), or an option has an unknown name.
         ValueError: The model has a hook already, or a value does not fit.
+        RuntimeError: There is one process without torch.distributed, or a rank did not join.
     """
     state = attaching.attach(
         model, config=config, extra_state=extra_state, on_membership_change=on_membership_change, **options

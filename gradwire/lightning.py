@@ -31,6 +31,10 @@ class LightningCallback(pytorch.Callback):
     Args:
         **options: Fields of `gradwire.Config` by name.
 
+    Attributes:
+        config: The options, completed from the environment.
+        state: State of the hook, for `callback.state.report()`; None before training starts and with one process.
+
     Raises:
         TypeError: An option has an unknown name.
         ValueError: A value does not fit.
@@ -39,16 +43,20 @@ class LightningCallback(pytorch.Callback):
     def __init__(self, **options: object) -> None:
         self.config = Config.from_env(**options)
         self.state: HookState | None = None
-        """State of the hook, for `callback.state.report()`; None before training starts and with one process."""
         self._accompanied: weakref.ref[pytorch.strategies.DDPStrategy] | None = None
         self._saves = False
         """True while the Trainer writes a whole checkpoint, and not the weights alone."""
 
     def on_fit_start(self, trainer: pytorch.Trainer, pl_module: pytorch.LightningModule) -> None:
-        """Registers the hook, and loads this rank's file if training resumes; Lightning has wrapped the model by now.
+        """Registers the hook on the model that Lightning has wrapped, and loads this rank's file if training resumes.
+
+        With one process it only warns. A checkpoint without gradwire's files is no error: a compressor then starts
+        without residuals, with a warning.
 
         Raises:
             TypeError: The Trainer's strategy is not DDP.
+            ValueError: The model has a hook already, or this rank's file does not fit the options.
+            FileNotFoundError: This rank has no file, but others have.
         """
         if trainer.world_size == 1:
             log.warning("one process: there are no gradients to average, and gradwire's hook is not registered")
@@ -74,7 +82,10 @@ class LightningCallback(pytorch.Callback):
         self._saves = True
 
     def _accompany(self, strategy: pytorch.strategies.DDPStrategy) -> None:
-        """Wraps the strategy's methods that write and remove checkpoints, so that this rank's file follows them."""
+        """Wraps a strategy's methods that write and remove checkpoints, so that they do the same with this rank's file.
+
+        The strategy is changed in place; one that is wrapped already is left as it is.
+        """
         if self._accompanied is not None and self._accompanied() is strategy:
             return
         self._accompanied = weakref.ref(strategy)

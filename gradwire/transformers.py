@@ -39,8 +39,13 @@ class TransformersCallback(TrainerCallback):
     there is nothing to average, and it does nothing. Residuals follow the loss scale of `fp16=True`.
 
     Args:
-        trainer: Trainer that the callback is added to; only a weak reference is kept.
+        trainer: Trainer that the callback is added to; its method that loads the optimizer is wrapped, to learn which
+            checkpoint is resumed. Only a weak reference is kept.
         **options: Fields of `gradwire.Config` by name.
+
+    Attributes:
+        config: The options, completed from the environment.
+        state: State of the hook, for `callback.state.report()`; None before training starts and with one process.
 
     Raises:
         TypeError: An option has an unknown name, or `trainer` is no Trainer.
@@ -55,7 +60,6 @@ class TransformersCallback(TrainerCallback):
             )
         self.config = Config.from_env(**options)
         self.state: HookState | None = None
-        """State of the hook, for `callback.state.report()`; None before training starts and with one process."""
         self._model: DistributedDataParallel | None = None
         self._resumed: Path | None = None
         self._trainer = weakref.ref(trainer)
@@ -70,7 +74,16 @@ class TransformersCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Registers the hook, and loads its state if training resumes; does nothing with one process."""
+        """Registers the hook, and loads this rank's file if training resumes; with one process it only warns.
+
+        A second `train()` of the same model keeps its hook. A checkpoint without gradwire's files is no error: a
+        compressor then starts without residuals, with a warning.
+
+        Raises:
+            TypeError: The Trainer has not wrapped the model in DDP.
+            ValueError: The model has a hook already, or this rank's file does not fit the options.
+            FileNotFoundError: This rank has no file, but others have.
+        """
         trainer = self._trainer()
         if args.world_size == 1 or trainer is None:
             log.warning("one process: there are no gradients to average, and gradwire's hook is not registered")
@@ -84,7 +97,7 @@ class TransformersCallback(TrainerCallback):
             attaching.load_own(self.state, f"{resumed}/")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Adds this rank's state to the checkpoint that the Trainer has just written."""
+        """Writes this rank's file into the checkpoint that the Trainer has just written; none if the state is empty."""
         trainer = self._trainer()
         if self.state is not None and trainer is not None:
             folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{state.global_step}"

@@ -40,7 +40,7 @@ can be seen (ACS)."""
 
 
 def parser() -> CommandParser:
-    """Returns the parser of `gradwire gdr-check`."""
+    """Returns a parser of the options of `gradwire gdr-check`."""
     parse = CommandParser(
         prog="gradwire gdr-check",
         usage="%(prog)s [options]\n       [--root DIR | --from FILE | --example | --compare JSON...]",
@@ -92,7 +92,8 @@ def main(argv: list[str]) -> int:
         argv: Words after `gdr-check`.
 
     Returns:
-        The exit status of `check`; 2 after an error of the job, such as ranks that cannot meet, which is printed.
+        The exit status of `check`; 0 on ranks that do nothing; 2 after an error of the job, such as ranks that cannot
+        connect, which is printed.
     """
     try:
         if world_size() == 1:
@@ -107,14 +108,23 @@ def main(argv: list[str]) -> int:
 
 
 def check(argv: Sequence[str], job: JobRank | None = None) -> int:
-    """Runs the checks that the options ask for, prints the report or an error, and writes the file of `--capture`.
+    """Runs the checks, or the comparison of `--compare`, prints the result, and writes the file of `--capture`.
+
+    The machine is that of this process unless `--root`, `--from` or `--example` gives another. An error in an option
+    or in a file is printed on stderr, by each rank that has it, and is returned as 2.
 
     Args:
         argv: Words after `gdr-check`.
-        job: Job that this process is a rank of, in which only rank 0 prints; None checks this process's host alone.
+        job: This rank of a job whose hosts are checked together: every rank calls it, and rank 0 alone prints the
+            report. None: no other rank takes part.
 
     Returns:
-        0 pass, 1 warning, 2 failure or bad usage, 3 not known.
+        Exit status: 0 pass, 1 warning, 2 failure or bad usage, 3 not known or nothing to check. With `--compare`: 0 if
+        all hosts agree, 2 if any differs, 3 for a single host. 0 after `--help`.
+
+    Raises:
+        RuntimeError: The exchange with the other ranks of `job` has failed.
+        ValueError: Another rank of `job` sent something else than its result.
     """
     parse = parser()
     try:

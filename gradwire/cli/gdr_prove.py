@@ -29,7 +29,8 @@ def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> floa
         nbytes: Size of the float32 tensor in bytes.
 
     Raises:
-        RuntimeError: The sum is wrong.
+        RuntimeError: The sum is wrong, or the ranks could not connect within 120 s.
+        ValueError: torchrun's variables are not set.
 
     Source: nccl-tests doc/PERFORMANCE.md (bus bandwidth = nbytes / seconds * 2(n-1)/n for n ranks).
     """
@@ -52,7 +53,7 @@ def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> floa
 
 
 def _timed(tensor: torch.Tensor) -> float:
-    """Returns the seconds of one all-reduce, device work included."""
+    """Measures the seconds of one all-reduce of `tensor`, with the device's work; first waits for all ranks."""
     dist.barrier()
     start = time.perf_counter()
     dist.all_reduce(tensor)
@@ -72,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         RuntimeError: The sum is wrong, or the ranks could not connect.
+        ValueError: torchrun's variables are not set.
+        SystemExit: An option is wrong (status 2), or is `--help` (0).
     """
     parser = argparse.ArgumentParser(prog="gradwire.cli.gdr_prove", description=__doc__)
     parser.add_argument("--label", default="default", help="the same on every rank, different for every run")

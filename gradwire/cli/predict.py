@@ -78,22 +78,22 @@ class Question:
     assumed_compute: str = ""
 
     def cluster(self, nodes: int) -> Cluster:
-        """Returns the cluster of the first `nodes` nodes."""
-        inside, trip = self.options.intra_node, self.options.rtt
+        """Returns the cluster of the first `nodes` nodes, with the links that the options describe.
+
+        Raises:
+            ValueError: `--rtt` or `--loss` cannot be read, or the options do not fit the machine.
+        """
+        trip = self.options.rtt
         return cluster_of_nodes(
             self.machine,
             nodes,
             ranks=self.options.ranks_per_node,
-            rates=self._rates(),
+            rates=self.options.nic or (),
             nics_per_node=self.options.nics_per_node,
-            intra_bits_per_second=None if inside is None else parse_rate(inside, "--intra-node"),
+            intra_bits_per_second=self.options.intra_node,
             round_trip_seconds=0.0 if trip is None else parse_seconds(trip, "--rtt", MOST_ROUND_TRIP_SECONDS),
             loss=0.0 if self.options.loss is None else parse_loss(self.options.loss, "--loss"),
         )
-
-    def _rates(self) -> list[int]:
-        """Returns the NIC rates in bits per second: one for each node, one for all, or none."""
-        return [] if self.options.nic is None else [parse_rate(word, "--nic") for word in self.options.nic.split(",")]
 
     def advice(self, cluster: Cluster) -> Advice:
         """Predicts the step time of every plan, exact and with every registered compressor, on a cluster.
@@ -166,7 +166,7 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument(
         "--intra-node",
-        type=_rates,
+        type=_rate,
         metavar="RATE",
         help="rate of one rank inside its node, 1880gbit, if the machine does not say",
     )
@@ -231,7 +231,11 @@ def build_parser() -> CommandParser:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Reads the number of ranks: one for all nodes, `2`, or one for each node, `2,1`."""
+    """Parses the value of `--ranks-per-node`: one number of ranks for all nodes, `2`, or one for each, `2,1`.
+
+    Raises:
+        argparse.ArgumentTypeError: A number is none, or out of range.
+    """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS_OF_A_NODE for word in words):
         raise argparse.ArgumentTypeError(
@@ -241,31 +245,44 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _rates(text: str) -> str:
-    """Checks one rate, or one for each node, while the words are parsed: before a gradient is missed, say."""
+def _rate(text: str) -> int:
+    """Parses one rate, such as `25gbit`, into bits per second.
+
+    As a `type` of argparse it runs while the words are parsed, so a bad rate is reported before a required option that
+    is missing, such as `--gradient-mb`.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no rate, or out of range.
+    """
     try:
-        for word in text.split(","):
-            parse_rate(word, "")
+        return parse_rate(text, "")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
-    return text
+
+
+def _rates(text: str) -> list[int]:
+    """Parses the value of `--nic` as `_rate` does: one rate, or several with commas, one for each node.
+
+    How many rates there are is not checked here, but by `_check_nodes`.
+    """
+    return [_rate(word) for word in text.split(",")]
 
 
 def _check_nodes(options: argparse.Namespace) -> None:
-    """Refuses lists that do not have one entry for each node.
+    """Checks that `--nic` and `--ranks-per-node` have one value, or one for each node.
 
     Raises:
-        ValueError: One of them does not.
+        ValueError: One of them has another number of values, or has several and there is a `--plot`.
     """
-    for option, found in (("--nic", (options.nic or "").split(",")), ("--ranks-per-node", options.ranks_per_node)):
-        if len(found) > 1 and len(found) != options.nodes:
+    for option, values in (("--nic", options.nic or ()), ("--ranks-per-node", options.ranks_per_node)):
+        if len(values) > 1 and len(values) != options.nodes:
             raise ValueError(
-                f"`{option}` has {len(found)} values and `--nodes` is {options.nodes}; wanted one value for all nodes, "
+                f"`{option}` has {len(values)} values and `--nodes` is {options.nodes}; wanted one value for all nodes, "
                 "or one for each"
             )
-        if len(found) > 1 and options.plot is not None:
+        if len(values) > 1 and options.plot is not None:
             raise ValueError(
-                f"`{option}` has {len(found)} values with `--plot`; wanted one: it draws other numbers of nodes"
+                f"`{option}` has {len(values)} values with `--plot`; wanted one: it draws other numbers of nodes"
             )
 
 
@@ -276,7 +293,8 @@ def read_question(options: argparse.Namespace) -> Question:
         options: Parsed options of the command line, without `--models`.
 
     Raises:
-        ValueError: An option's value does not fit; the message names it.
+        ValueError: An option's value does not fit, a file of parameters cannot be read, or matplotlib is missing for
+            `--plot`; the message names the option.
         TopologyError: The topology file cannot be used.
     """
     for name, (least, most) in BOUNDS.items():
@@ -317,13 +335,13 @@ def read_question(options: argparse.Namespace) -> Question:
 
 
 def buckets_of_parameters(sizes: Sequence[int], cap_nbytes: int) -> tuple[int, ...]:
-    """Returns the bytes of DDP's buckets, which hold whole parameters, from the last one to the first.
+    """Returns the bytes of DDP's buckets, in the order in which DDP fills them: from the last parameter to the first.
 
     Source: torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size; distributed.py (with the default
     cap the first bucket has a smaller one).
 
     Args:
-        sizes: Bytes of each parameter, in the model's order.
+        sizes: Bytes of each parameter, in the model's order; a bucket holds whole parameters. Empty: no bucket.
         cap_nbytes: Bytes from which a bucket is full.
     """
     made, held, cap = [], 0, FIRST_BUCKET_NBYTES if cap_nbytes == BUCKET_NBYTES else cap_nbytes
@@ -336,7 +354,7 @@ def buckets_of_parameters(sizes: Sequence[int], cap_nbytes: int) -> tuple[int, .
 
 
 def ranks_of(machine: Machine, options: argparse.Namespace) -> int:
-    """Returns the number of ranks on the fullest node.
+    """Returns the number of ranks on the node that has most: one for each GPU, else for each CPU socket, at least 1.
 
     Args:
         machine: One of the nodes.
@@ -397,7 +415,7 @@ def _workload(
         options: Parsed and checked options.
         nbytes: Bytes of all gradients.
         backward_seconds: Duration of a backward pass.
-        layout: Parameters, by which DDP fills its buckets; None takes equal buckets.
+        layout: Parameters, by which DDP fills its buckets; None, if their shapes are unknown, takes equal buckets.
 
     Raises:
         ValueError: There would be more than `MOST_BUCKETS` buckets.
@@ -428,6 +446,9 @@ def main(argv: list[str]) -> int:
 
     Returns:
         The exit status: 0, or 2 after an error, which is printed.
+
+    Raises:
+        SystemExit: An option is wrong (status 2), or is `--help` (0).
     """
     options = build_parser().parse_naming(argv, "--topology")
     try:
@@ -461,7 +482,7 @@ def main(argv: list[str]) -> int:
 
 
 def _answer_models(options: argparse.Namespace) -> None:
-    """Prints the table of public models on fixed links and numbers of nodes.
+    """Prints the table of `--models`: public models on fixed links and numbers of nodes.
 
     Args:
         options: Parsed options of the command line.
@@ -499,18 +520,18 @@ def _answer_models(options: argparse.Namespace) -> None:
 
     models = all_on_machine(list(PUBLIC_MODELS.values()), machine, ranks_of(machine, options))
     with working("pricing every model on every link"):
-        found = list(predict_models.rows(models, ask))
+        predictions = list(predict_models.rows(models, ask))
     with reader_may_leave():
         if options.json:
-            print(json.dumps(predict_models.as_objects(found), indent=1))
+            print(json.dumps(predict_models.as_objects(predictions), indent=1))
         elif options.markdown:
-            print(predict_models.as_markdown(found, machine_words(machine, options)))
+            print(predict_models.as_markdown(predictions, machine_words(machine, options)))
         else:
-            predict_models.as_table(CleanConsole(highlight=False), found, machine_words(machine, options))
+            predict_models.as_table(CleanConsole(highlight=False), predictions, machine_words(machine, options))
 
 
 def machine_words(machine: Machine, options: argparse.Namespace) -> str:
-    """Describes a node of the table in words: `4 GPUs (NVIDIA A10)`.
+    """Describes a node of the table of `--models` in words: `4 GPUs (NVIDIA A10)`, or `1 rank`.
 
     Args:
         machine: One of the nodes.
@@ -527,8 +548,8 @@ def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, in
     """Returns the layout of a gradient and its bytes in float32.
 
     Args:
-        model: JSON file with the parameters; None takes `megabytes` instead.
-        megabytes: Size of the gradient in 10^6 bytes if there is no file; square matrices are assumed.
+        model: JSON file with the parameters, in a form that `_entries` reads; None takes `megabytes` instead.
+        megabytes: Size of the gradient in 10^6 bytes of float32 if there is no file; square matrices are assumed.
 
     Returns:
         (shapes of the parameters, bytes of the gradient in float32).
@@ -564,7 +585,7 @@ def _entries(document: object) -> list[tuple[object, object]]:
     key "parameters".
 
     Raises:
-        ValueError: It has another form.
+        ValueError: The document has another form. Names and shapes are not checked here.
     """
     if isinstance(document, dict) and isinstance(document.get("parameters"), list):
         document = document["parameters"]

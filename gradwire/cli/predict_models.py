@@ -23,10 +23,10 @@ COLUMNS = ("plain DDP", "torch fp16", "exact", "int8", "waterfill4", "Outer")
 
 
 class Ask(Protocol):
-    """Prices one model on one cluster."""
+    """Protocol of functions that predict the step times of one model on one cluster."""
 
     def __call__(self, model: PublicModel, nodes: int, rate: str, nics: int, *, halved: bool = False) -> Advice:
-        """Returns the predictions for a model on a cluster.
+        """Predicts the step times of a model under every plan and compressor, and returns them with a recommendation.
 
         Args:
             model: Public model.
@@ -46,7 +46,7 @@ class ModelRow:
         nodes: Number of nodes.
         link: Link of a node in words.
         alone_seconds: Duration of a step on one node.
-        seconds: Column -> duration of a step.
+        seconds: Column, of `COLUMNS` -> duration of a step on all nodes.
     """
 
     model: PublicModel
@@ -65,7 +65,7 @@ def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
 
     Each row has the seconds of a step on one node with its best exact plan and, in `seconds`, on all nodes:
 
-    - `plain DDP`, `torch fp16`: one all-reduce over all ranks by the faster of NCCL's algorithms, of the gradients or
+    - `plain DDP`, `torch fp16`: one all-reduce over all ranks by the fastest of NCCL's algorithms, of the gradients or
     of half as many bytes.
     - `exact`: the best exact plan.
     - `int8`, `waterfill4`: the hierarchical plan with that compressor.
@@ -100,7 +100,7 @@ def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
 
 
 def _flat(advice: Advice) -> Candidate:
-    """Returns the exact all-reduce over all ranks by NCCL's fastest algorithm."""
+    """Returns the exact all-reduce over all ranks by that algorithm of NCCL with which a step is shortest."""
     known = [candidate for candidate in advice.candidates if candidate.plan.name in ("flat", "tree", "nvls_tree")]
     return min(
         (candidate for candidate in known if candidate.compressor == "none"),
@@ -112,12 +112,12 @@ def _best(advice: Advice) -> Candidate:
     return min(exact_candidates(advice), key=lambda candidate: candidate.step_seconds)
 
 
-def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
+def as_table(console: Console, predictions: Sequence[ModelRow], machine: str) -> None:
     """Prints a table for each number of nodes in `NODES`, and a legend.
 
     Args:
         console: Console to print to, without highlighting.
-        found: All rows, as `rows` yields them.
+        predictions: All rows, as `rows` yields them.
         machine: Description of a node, in words.
     """
     for nodes in NODES:
@@ -125,21 +125,21 @@ def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
         for heading in ("model", "link", "alone", *COLUMNS):
             table.add_column(heading, justify="left" if heading in ("model", "link") else "right", overflow="fold")
         before = ""
-        for row in found:
+        for row in predictions:
             if row.nodes == nodes:
                 cells = [_cell(row, column) for column in COLUMNS]
                 name = "" if row.model.title == before else row.model.title
                 table.add_row(name, row.link, f"{1e3 * row.alone_seconds:.0f}", *cells)
                 before = row.model.title
         console.print(table)
-    console.print(legend(found))
+    console.print(legend(predictions))
 
 
-def as_markdown(found: Sequence[ModelRow], machine: str) -> str:
-    """Returns the tables in Markdown.
+def as_markdown(predictions: Sequence[ModelRow], machine: str) -> str:
+    """Returns a table in Markdown for each number of nodes in `NODES`, and the legend.
 
     Args:
-        found: All rows, as `rows` yields them.
+        predictions: All rows, as `rows` yields them.
         machine: Description of a node, in words.
     """
     lines = []
@@ -148,23 +148,23 @@ def as_markdown(found: Sequence[ModelRow], machine: str) -> str:
         lines.append("|---|---|" + "---:|" * len(COLUMNS))
         lines += [
             f"| {row.model.title} | {row.link} | {' | '.join(_cell(row, column) for column in COLUMNS)} |"
-            for row in found
+            for row in predictions
             if row.nodes == nodes
         ]
         lines.append("")
-    return "\n".join([*lines, legend(found)])
+    return "\n".join([*lines, legend(predictions)])
 
 
 def _cell(row: ModelRow, column: str) -> str:
-    """Formats milliseconds, with a mark if all nodes together train slower than one."""
+    """Formats the milliseconds of a step, with `!` behind them if all nodes together train no faster than one."""
     return f"{1e3 * row.seconds[column]:.0f}{'!' if row.gain(column) <= 1 else ''}"
 
 
-def as_objects(found: Sequence[ModelRow]) -> list[dict[str, object]]:
-    """Returns the rows as dictionaries for JSON.
+def as_objects(predictions: Sequence[ModelRow]) -> list[dict[str, object]]:
+    """Returns the rows as dictionaries for JSON, one for each row, in the same order.
 
     Args:
-        found: All rows, as `rows` yields them.
+        predictions: All rows, as `rows` yields them.
     """
     return [
         {
@@ -175,17 +175,17 @@ def as_objects(found: Sequence[ModelRow]) -> list[dict[str, object]]:
             "alone_seconds": row.alone_seconds,
             "seconds": row.seconds,
         }
-        for row in found
+        for row in predictions
     ]
 
 
-def legend(found: Sequence[ModelRow]) -> str:
+def legend(predictions: Sequence[ModelRow]) -> str:
     """Returns a paragraph that explains the columns and lists the assumed computing time of each model.
 
     Args:
-        found: All rows, as `rows` yields them.
+        predictions: All rows, as `rows` yields them.
     """
-    models = {row.model.name: row.model for row in found}.values()
+    models = {row.model.name: row.model for row in predictions}.values()
     assumed = "; ".join(
         f"{model.title} ({model.numel / 1e6:,.0f} M trained) {1e3 * model.step_seconds:.0f} ms for {model.batch}"
         for model in models

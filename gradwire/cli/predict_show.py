@@ -61,7 +61,7 @@ class Gains:
             nodes: Number of nodes.
             advice: Predictions for all of them.
             alone: Predictions for one of them, which is taken with its best exact plan.
-            torch_hook: Prediction for torch's fp16 hook on all of them, or None.
+            torch_hook: Prediction for torch's fp16 hook on all of them; None: it cannot be the recommended one.
         """
         one = min(candidate.step_seconds for candidate in exact_candidates(alone))
         best = _recommended(advice, torch_hook, known=True)
@@ -115,12 +115,12 @@ class Answer:
 
     @property
     def first(self) -> str | None:
-        """What is recommended before every setting of gradwire's hook; None if such a setting is recommended itself.
+        """What the answer recommends in place of gradwire's hook; None if it recommends the hook.
 
-        - `RARELY_OR_ALONE`: of several nodes and a known computing time, if no plan makes the nodes train faster than
-          one of them alone.
-        - `TORCH_HOOK`: else, if a step with gradwire's best setting takes more than 5 % longer than with torch's fp16
-          hook; without a known computing time only if that setting compresses.
+        - `RARELY_OR_ALONE`: if there are several nodes, the computing time is known, and no plan makes them train
+          faster than one of them alone.
+        - `TORCH_HOOK`: otherwise, if a step with the setting that `advice` recommends takes more than 5 % longer than
+          with torch's fp16 hook; without a known computing time only if that setting compresses.
         """
         if self.gains is not None and self.gains.one_is_faster:
             return RARELY_OR_ALONE
@@ -169,12 +169,12 @@ def as_json(answer: Answer) -> Object:
 def break_even(nodes: int, advice: Advice, torch_hook: Candidate | None) -> str:
     """Returns a sentence with the computing time of a step above which several nodes beat one; empty for one node.
 
-    It is for questions without a computing time. Source: the model in `comms/plan/overlap.py`.
+    It is printed if the computing time is unknown. Source: the model in `comms/plan/overlap.py`.
 
     Args:
         nodes: Number of nodes.
         advice: Predictions for all nodes together.
-        torch_hook: Prediction for torch's fp16 hook, or None.
+        torch_hook: Prediction for torch's fp16 hook; None: it is not recommended.
     """
     if nodes < 2:
         return ""
@@ -185,10 +185,10 @@ def break_even(nodes: int, advice: Advice, torch_hook: Candidate | None) -> str:
 
 
 def dense_steps(compressor: str) -> int:
-    """Returns the number of first steps in which a compressor sends exact gradients, by its defaults.
+    """Returns the number of first steps in which a compressor, with default options, sends exact gradients.
 
     Args:
-        compressor: Name of the compressor.
+        compressor: Name of a registered compressor; 0 is returned for one without the option `warmup_steps`.
     """
     steps = options_of(compressor).get("warmup_steps", 0)
     assert isinstance(steps, int)
@@ -305,11 +305,13 @@ def describe_cluster(cluster: Cluster) -> str:
 
 
 def candidates_that_matter(advice: Advice, torch_hook: Candidate | None) -> tuple[Candidate, ...]:
-    """Returns the rows for most readers: plain DDP, torch's fp16 hook, the best exact plan and the recommendation.
+    """Picks the rows of the short table: plain DDP, torch's fp16 hook, the best exact plan and the recommendation.
+
+    A candidate that is two of these occurs once. They are not sorted by time.
 
     Args:
-        advice: All predictions.
-        torch_hook: Prediction for torch's fp16 hook, or None.
+        advice: Predictions for every plan and compressor, and the recommendation.
+        torch_hook: Prediction for torch's fp16 hook; None leaves it out.
     """
     kept = [
         candidate for candidate in advice.candidates if _is_recommended(candidate, advice) or candidate.name == "flat"
@@ -388,11 +390,11 @@ def node_counts(most: int) -> list[int]:
 
 
 def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
-    """Draws predicted step times over node counts; the format follows the file's ending.
+    """Draws predicted step times over the node counts of `node_counts`, and writes the picture.
 
     Args:
-        file: File to write.
-        advice_for: Number of nodes -> predictions for them.
+        file: File to write; its ending decides the format.
+        advice_for: Number of nodes -> predictions for them; called once for each count.
         nodes: Number of nodes that was asked for; marked in the picture.
 
     Raises:

@@ -36,7 +36,7 @@ PIPE_WIDTH = 400
 
 
 def parser() -> CommandParser:
-    """Returns the parser of the options of `gradwire topo`."""
+    """Returns a parser of the options of `gradwire topo`."""
     options = CommandParser(
         prog="gradwire topo",
         description="Shows CPUs, PCIe switches, GPUs, NICs and links of a machine (default: as a tree).",
@@ -62,8 +62,8 @@ def parser() -> CommandParser:
 def main(argv: list[str]) -> int:
     """Runs `gradwire topo`: shows this machine or, in a job of several ranks, the machines of all ranks.
 
-    In a job rank 0 alone prints the machines. If there are words in `argv`, it shows a single machine as they say, as
-    outside a job.
+    In a job all ranks exchange their machines, and rank 0 prints them; if there are words in `argv`, it shows one
+    machine instead, by default its own, as outside a job.
 
     Args:
         argv: Words after `gradwire topo`.
@@ -71,6 +71,9 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status: 0; 1 on rank 0 of a job if nodes differ or ranks are badly placed; 2 after an error, which the
         rank prints that has it.
+
+    Raises:
+        SystemExit: An option is wrong (status 2), or is `--help` (0).
     """
     try:
         return show_machine(argv) if world_size() == 1 else _show_in_job(argv)
@@ -91,14 +94,18 @@ def _show_in_job(argv: list[str]) -> int:
 
 
 def show_machine(argv: list[str]) -> int:
-    """Prints one machine as the options say, or writes its picture, and returns 0.
+    """Prints one machine in the forms that the options ask for, or writes its picture, and returns 0.
+
+    Without a form it prints a tree. The machine is this one unless `--from` or `--root` gives another.
 
     Args:
         argv: Words after `gradwire topo`.
 
     Raises:
         TopologyError: The input could not be used.
-        ValueError: A file cannot be written.
+        ValueError: The path of `--svg` cannot be written; found out before the machine is read.
+        OSError: Writing the picture failed.
+        SystemExit: An option is wrong (status 2), or is `--help` (0).
     """
     options = parser().parse_naming(argv, "--from")
     check_output("--svg", options.svg)
@@ -125,29 +132,32 @@ def _print(machine: Machine, options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankMachine:
-    """Holds what one rank of a job sends to the others.
+    """Holds what one rank of a job sends to the others about its machine.
 
     Attributes:
         host: Host name, boot id and device of /dev/shm: ranks with the same three are on one node.
-        local_rank: Index of the rank on its node, by which its GPU and its NIC are chosen.
+        local_rank: Index of the rank on its node; with `visible` it decides which GPU and NIC are the rank's.
         machine: Topology of its machine as JSON.
+        visible: Name -> value of those variables in `topology.visible.VARIABLES`, such as CUDA_VISIBLE_DEVICES, that
+            are set in the rank's environment.
     """
 
     host: tuple[str, ...]
     local_rank: int
     machine: str
     visible: Mapping[str, str] = field(default_factory=dict)
-    """Name -> value of those variables in `topology.visible.VARIABLES` that are set in the rank's environment."""
 
 
 def show_job(reports: list[RankMachine]) -> int:
-    """Prints the ranks and NICs of each node, each kind of machine once, and what is wrong with the ranks' places.
+    """Prints the ranks and NICs of each node, each kind of machine once, and which ranks are badly placed.
+
+    Nodes are numbered in the order of their lowest rank; alike machines are printed once, with the nodes' numbers.
 
     Args:
-        reports: What each rank has sent, in rank order.
+        reports: Machine of each rank, in rank order; a node's is the one that its lowest rank has sent.
 
     Returns:
-        Exit status: 1 if nodes differ or ranks are badly placed, else 0.
+        Exit status: 1 if nodes differ or ranks are badly placed, else 0. Ranks whose place is unknown do not count.
     """
     console = CleanConsole(file=sys.stdout, emoji=False)
     hosts = list(dict.fromkeys(report.host for report in reports))
@@ -191,22 +201,21 @@ def _kind(machine: Machine) -> Machine:
 
 
 def _doubts(machine: Machine, reports: list[RankMachine], ranks: list[int]) -> dict[str, list[int]]:
-    """Finds the ranks of which it is unknown which GPUs they see, or whose variables name GPUs that they do not see.
+    """Finds the ranks whose GPUs are unknown, or whose variables, such as CUDA_VISIBLE_DEVICES, name GPUs they lack.
 
     Args:
         machine: The node's machine.
-        reports: What each rank of the job has sent, in rank order; its variables are those such as
-            CUDA_VISIBLE_DEVICES.
+        reports: What each rank of the job has sent, in rank order.
         ranks: Ranks of the node.
 
     Returns:
-        Reason, in words -> its ranks.
+        Reason, in words -> ranks that it holds for, in the order of `ranks`; empty if all GPUs are known.
     """
-    found: dict[str, list[int]] = {}
+    doubts: dict[str, list[int]] = {}
     for rank in ranks:
         if why := visible_gpus(machine, reports[rank].visible).why:
-            found.setdefault(why, []).append(rank)
-    return found
+            doubts.setdefault(why, []).append(rank)
+    return doubts
 
 
 def _nic(machine: Machine, report: RankMachine) -> Nic | None:
