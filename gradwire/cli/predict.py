@@ -277,8 +277,8 @@ def _check_nodes(options: argparse.Namespace) -> None:
     for option, values in (("--nic", options.nic or ()), ("--ranks-per-node", options.ranks_per_node)):
         if len(values) > 1 and len(values) != options.nodes:
             raise ValueError(
-                f"`{option}` has {len(values)} values and `--nodes` is {options.nodes}; wanted one value for all nodes, "
-                "or one for each"
+                f"`{option}` has {len(values)} values and `--nodes` is {options.nodes}; wanted one value for all "
+                "nodes, or one for each"
             )
         if len(values) > 1 and options.plot is not None:
             raise ValueError(

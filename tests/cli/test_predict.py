@@ -154,7 +154,6 @@ def test_a_model_is_read(document: object, tmp_path: Path, capsys: pytest.Captur
         (["--models", "--nic", "10gbit"], "`--nic` is given with `--models`"),
         (["--nodes", "2", "--nic", "fast"], "`--nic`: found 'fast', wanted"),
         (["--nodes", "2", "--intra-node", "1gbit,2gbit"], "`--intra-node`: found '1gbit,2gbit', wanted"),
-        (["--nodes", "2", "--intra-node", "1gbit,2gbit"], "`--intra-node`: found '1gbit,2gbit', wanted"),
         (["--models", "--intra-node", "1gbit"], "`--intra-node` is given with `--models`"),
         (["--gradient-mb", "1", "--markdown"], "`--markdown` is given without `--models`"),
     ],
