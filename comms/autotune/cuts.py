@@ -68,12 +68,12 @@ class CutFinder:
     Args:
         begun: Fusion plan that is used until the cuts are found.
         find: Computes the cuts from the latest arrival of each bucket over the ranks; called on rank 0 only.
-        consensus: Agreement of all ranks of the group.
-        keeps: True if cuts are kept from run to run; equal on all ranks. Rank 0 then first offers `known`.
+        consensus: Object by which all ranks agree on values.
+        keeps: True if cuts are kept from run to run; equal on all ranks. All ranks then first take `known` of rank 0.
         known: Fusion plan that an earlier run has kept; None if there is none, so that cuts are measured. Read on rank
             0 only, and only with `keeps`.
-        found: Called on every rank with the fusion plan that was computed from measurements; not called if `known` is
-            used.
+        on_computed: Called once on every rank with the fusion plan that was computed from measurements; not called if
+            `known` is used.
 
     Attributes:
         plan: Fusion plan of the next step.
@@ -88,16 +88,18 @@ class CutFinder:
         *,
         keeps: bool = False,
         known: FusionPlan | None = None,
-        found: Callable[[FusionPlan], None] = lambda plan: None,
+        on_computed: Callable[[FusionPlan], None] = lambda plan: None,
     ) -> None:
         self._begun, self._find, self._consensus = begun, find, consensus
-        self._keeps, self._known, self._found = keeps, known, found
+        self._keeps, self._known, self._on_computed = keeps, known, on_computed
         self.over = False
         self._program = self._run()
         self.plan = next(self._program)
 
     def step_ended(self, seen: StepSeen) -> FusionPlan:
         """Records a step, and returns the fusion plan of the next one; every rank calls it after each step.
+
+        It waits for the other ranks in the steps in which they decide: at most three times in all.
 
         Args:
             seen: Bucket sizes and arrivals of the step that has ended, on this rank.
@@ -109,20 +111,23 @@ class CutFinder:
         return self.plan
 
     def _run(self) -> Program:
-        """Runs the search as a coroutine, see `Program`; once the cuts are found, it yields the same plan for ever."""
+        """Makes the coroutine of the search, see `Program`; once cuts are found, it yields the same plan for ever."""
         sizes = yield from self._steady_sizes()
         plan = self._agreed(lambda: self._known) if self._keeps else None
         if plan is None:
             arrivals = yield from self._arrivals(len(sizes))
             plan = self._agreed(lambda: self._find(sizes, arrivals)) if sizes else self._begun
             assert plan is not None
-            self._found(plan)
+            self._on_computed(plan)
         self.over = True
         while True:
             yield plan
 
     def _steady_sizes(self) -> Generator[FusionPlan, StepSeen, tuple[int, ...]]:
-        """Waits until the sizes of the buckets have not changed for `STEADY_STEPS` steps; returns them, in bytes."""
+        """Makes a coroutine that ends when the buckets' sizes have not changed for two steps (`STEADY_STEPS`).
+
+        It returns the sizes, in bytes.
+        """
         sizes: tuple[int, ...] = ()
         same = 0
         while same < STEADY_STEPS:
@@ -132,7 +137,9 @@ class CutFinder:
         return sizes
 
     def _arrivals(self, count: int) -> Generator[FusionPlan, StepSeen, list[float]]:
-        """Measures `PROFILED_STEPS` steps; returns when each bucket arrives, in seconds, on the rank where it is last.
+        """Makes a coroutine that measures five steps (`PROFILED_STEPS`), and returns the arrival time of each bucket.
+
+        It is the median over the steps, in seconds from the first bucket on, on the rank where the bucket is last.
 
         Args:
             count: Number of buckets of a step. Steps with another number are left out of the median.
@@ -141,11 +148,11 @@ class CutFinder:
         for _ in range(PROFILED_STEPS):
             steps.append((yield self._begun).arrivals)
         usual = [statistics.median(step[index] for step in steps if len(step) == count) for index in range(count)]
-        decided = self._consensus.decide(usual, lambda ranks: [max(each) for each in zip(*_rows(ranks), strict=True)])
-        return _rows([decided])[0]
+        decided = self._consensus.decide(usual, lambda ranks: [max(each) for each in zip(*_floats(ranks), strict=True)])
+        return _floats([decided])[0]
 
     def _agreed(self, chosen: Callable[[], FusionPlan | None]) -> FusionPlan | None:
-        """Broadcasts a fusion plan from rank 0 and returns it on all ranks; None if rank 0 has none. Collective.
+        """Returns rank 0's fusion plan on all ranks, or None if rank 0 has none; all ranks call it, and wait.
 
         Args:
             chosen: Function that returns the plan or None; called on rank 0 only.
@@ -159,17 +166,17 @@ class CutFinder:
         return None if decided is None else plan_from(decided)
 
 
-def _rows(values: Sequence[object]) -> list[list[float]]:
+def _floats(values: Sequence[object]) -> list[list[float]]:
     """Converts JSON values that ranks have exchanged to lists of floats.
 
     Args:
         values: Parsed JSON: lists of numbers, for example one from each rank.
     """
-    rows = []
+    lists = []
     for value in values:
         assert isinstance(value, list)
-        rows.append([float(number) for number in value])
-    return rows
+        lists.append([float(number) for number in value])
+    return lists
 
 
 class LearnsCuts(StepListener):
@@ -224,7 +231,7 @@ class LearnsCuts(StepListener):
             consensus,
             keeps=config.cuts_file is not None,
             known=load(self._file, self._key) if self._file else None,
-            found=self._keep,
+            on_computed=self._keep,
         )
         self._over = False
 
@@ -238,6 +245,7 @@ class LearnsCuts(StepListener):
 
         Raises:
             ValueError: The ranks could not agree, in training that is not elastic.
+            CollectiveError: The ranks could not connect for a plan of the new cuts, in training that is not elastic.
         """
         if self._over:
             return
@@ -285,7 +293,7 @@ class LearnsCuts(StepListener):
 
 
 def best_cuts(cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Sequence[float]) -> FusionPlan:
-    """Returns the cuts with which the last all-reduce of a step is predicted to end earliest, under one plan.
+    """Returns a fusion plan with the cuts by which the last all-reduce of a step is predicted to end earliest.
 
     Args:
         cluster: Placement of the ranks, with the rates of their links.

@@ -83,7 +83,7 @@ class JobAdvice:
         )
 
     def _doubt(self) -> str:
-        """Returns a line of doubt if step times vary by more than the recommendation would save; else an empty text.
+        """Returns a line that warns if step times vary by more than the recommendation would save; else an empty text.
 
         Also empty if the recommendation is what runs, if `accumulate` is not 1, and if the variation is not known.
         """
@@ -117,7 +117,7 @@ def advise_job(
 ) -> JobAdvice:
     """Predicts the step time of every plan and compressor from the observed steps of a job, and recommends one.
 
-    If `accumulate` is 1, it recommends what runs rather than anything that is predicted to be slower.
+    If `accumulate` is 1, it recommends the running plan and compressor rather than any that are predicted to be slower.
 
     Args:
         cluster: Placement of the ranks, with the rates of their links as measured, given or assumed.
@@ -199,7 +199,9 @@ def _slowest_is_known(cluster: Cluster) -> bool:
 
 @lru_cache(maxsize=8)
 def prices(nodes: int, library: str, memory_bytes_per_second: float) -> tuple[CodecPrice, ...]:
-    """Returns the cost of each compressor: timed once on a CPU, computed from the memory rate of a GPU.
+    """Returns the cost of each registered compressor: timed once on a CPU, computed from the memory rate of a GPU.
+
+    Timing takes a moment; the last eight results are kept for the same arguments.
 
     Args:
         nodes: Number of ranks that exchange a shard, one on each node.

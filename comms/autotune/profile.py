@@ -31,7 +31,7 @@ def plan_from(values: object) -> FusionPlan:
         values: The parsed JSON, of any type: it is checked here.
 
     Raises:
-        ValueError: An entry is missing, unknown, of the wrong type, or not a possible value.
+        ValueError: An entry is missing, unknown, of the wrong type, or not a possible value; the message names it.
     """
     names = tuple(record_of(FusionPlan()))
     if not isinstance(values, dict) or set(values) != set(names):
@@ -54,7 +54,7 @@ def fingerprint(*facts: object) -> str:
 
 
 def save(file: Path, key: dict[str, object], plan: FusionPlan) -> None:
-    """Writes a fusion plan to a file, whole or not at all.
+    """Writes the cuts, sizes and threshold of a fusion plan to a JSON file, whole or not at all.
 
     Args:
         file: The file; replaced if it exists.
@@ -69,14 +69,15 @@ def save(file: Path, key: dict[str, object], plan: FusionPlan) -> None:
 
 
 def load(file: Path, key: dict[str, object]) -> FusionPlan | None:
-    """Reads a fusion plan from the file that `save` has written.
+    """Reads a fusion plan from a file that `save` has written; raises nothing for a file that cannot be used.
 
     Args:
         file: The file.
         key: Facts that the plan must have been saved with, by name.
 
     Returns:
-        The plan; None if the file is missing, and None with a warning if it is damaged or was made for other facts.
+        The plan; None if the file is missing; None, with a warning, if it cannot be read, is damaged, or was made for
+        other facts.
     """
     if not file.exists():
         return None

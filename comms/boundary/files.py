@@ -17,16 +17,17 @@ from typing import BinaryIO
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object], *, lasting: bool = True) -> None:
-    """Replaces a file atomically, or creates it.
+    """Replaces a file atomically, or creates it: a reader sees the old content or the new one, never a part.
 
     Args:
         path: The file, in an existing folder. A symbolic link is followed. A pipe or a device is written to directly.
-        write: Writes the content to the open file that it is given.
+        write: Function that writes the content to the open binary file that it is called with.
         lasting: True syncs to disk, so that the content survives a power cut. Not needed for files that are rewritten
             often.
 
     Raises:
-        OSError: The file cannot be written. The old file is unchanged and no temporary file is left.
+        OSError: The file cannot be written. The old file is unchanged and no temporary file is left; but if only the
+            folder cannot be synced, the file has been replaced.
         Exception: `write` raised it. The old file is unchanged and no temporary file is left.
     """
     path = Path(os.path.realpath(path))
@@ -57,7 +58,7 @@ def replace_text(path: Path, text: str, *, lasting: bool = True) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Syncs a folder to disk, so that a rename in it survives a power cut."""
+    """Syncs a folder to disk, so that a rename in it survives a power cut, on file systems that can do it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -19,7 +19,7 @@ MOST_NBYTES = 1 << 40
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup | None, receiver: int | None = None) -> list[bytes]:
-    """Gathers bytes of each rank of a group; every rank calls it.
+    """Gathers bytes of each rank of a group; every rank calls it, and waits for the others.
 
     Args:
         own: Bytes of this rank, of any length.
@@ -27,10 +27,12 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup | None, receiver: int | No
         receiver: Rank of the group that receives them; None sends them to all ranks.
 
     Returns:
-        The bytes of each rank, in the order of the group's ranks; empty on ranks that do not receive.
+        The bytes of each rank, this one's included, in the order of the group's ranks; empty on ranks that do not
+        receive.
 
     Raises:
         MessageError: A rank announced an impossible length.
+        RuntimeError: torch's collective failed, because a rank has exited or is late, for example.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -44,12 +46,12 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup | None, receiver: int | No
     longest = max(*nbytes, 1)
     padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
     if receiver is None:
-        rows = [torch.empty_like(padded) for _ in nbytes]
-        dist.all_gather(rows, padded, group=group)
+        received = [torch.empty_like(padded) for _ in nbytes]
+        dist.all_gather(received, padded, group=group)
     else:
-        rows = [torch.empty_like(padded) for _ in nbytes] if group.rank() == receiver else []
-        dist.gather(padded, rows or None, dst=dist.get_global_rank(group, receiver), group=group)
-    return [row[:count].cpu().numpy().tobytes() for row, count in zip(rows, nbytes, strict=bool(rows))]
+        received = [torch.empty_like(padded) for _ in nbytes] if group.rank() == receiver else []
+        dist.gather(padded, received or None, dst=dist.get_global_rank(group, receiver), group=group)
+    return [each[:count].cpu().numpy().tobytes() for each, count in zip(received, nbytes, strict=bool(received))]
 
 
 MOST_RECORD_NBYTES = 64 << 20
@@ -57,7 +59,7 @@ MOST_RECORD_NBYTES = 64 << 20
 
 
 def gather_records(own: T, group: dist.ProcessGroup | None = None, *, most_nbytes: int = MOST_RECORD_NBYTES) -> list[T]:
-    """Gathers one dataclass instance from each rank of a group, as JSON; every rank calls it.
+    """Gathers one dataclass instance from each rank of a group, as JSON; every rank calls it, and waits for the others.
 
     Args:
         own: Record of this rank; its class declares the message, with field types that `MessageType` supports.
@@ -65,10 +67,11 @@ def gather_records(own: T, group: dist.ProcessGroup | None = None, *, most_nbyte
         most_nbytes: Most bytes of one rank's record as JSON.
 
     Returns:
-        The records in the order of the group's ranks.
+        The records of all ranks, this one's included, in the order of the group's ranks.
 
     Raises:
         MessageError: A rank sent no such record, or one that is too long.
+        RuntimeError: torch's collective failed, because a rank has exited or is late, for example.
     """
     message: MessageType[T] = MessageType(type(own), most_nbytes=most_nbytes)
     return [message.read(each) for each in gather_bytes(message.write(own).encode(), group)]

@@ -88,7 +88,7 @@ class MessageType(Generic[T]):
             number. Keys of an object are str, or int for decimal digits; a mapping with other keys is an array of
             (key, value).
         most_nbytes: Most bytes of a message (characters, if it is read from a str).
-        finite: Whether infinities and NaN are refused; if not, they are written as Python's json writes them.
+        finite: Whether `read` refuses infinities and NaN; if not, it takes them as Python's json writes them.
 
     Raises:
         TypeError: No message can have this type.
@@ -101,52 +101,52 @@ class MessageType(Generic[T]):
 
     @staticmethod
     def write(value: object) -> str:
-        """Returns the JSON text of a value, which `read` takes.
+        """Returns the JSON text of a value, which `read` takes; the value is not checked.
 
         Args:
             value: Built of the types that a message may have.
         """
         return json.dumps(_plain(value))
 
-    def read(self, said: bytes | str) -> T:
+    def read(self, message: bytes | str) -> T:
         """Parses one message, and returns its value in the declared type.
 
         Args:
-            said: The message, as UTF-8 or as text.
+            message: The message, as UTF-8 or as text.
 
         Raises:
             MessageError: It is no such message.
         """
-        return self.check(parsed(said, most_nbytes=self._most_nbytes, finite=self._finite))
+        return self.check(parsed(message, most_nbytes=self._most_nbytes, finite=self._finite))
 
     def check(self, value: object) -> T:
         """Checks a value that was parsed already, as a part of another message, and returns it in the declared type.
 
         Args:
-            value: Parsed JSON.
+            value: Parsed JSON, which is not changed.
 
         Raises:
-            MessageError: It is not of the declared type.
+            MessageError: The value is not of the declared type.
         """
-        found: T = self._check(value, "it")
-        return found
+        checked: T = self._check(value, "it")
+        return checked
 
 
-def parsed(said: bytes | str, *, most_nbytes: int = MOST_NBYTES, finite: bool = True) -> object:
+def parsed(text: bytes | str, *, most_nbytes: int = MOST_NBYTES, finite: bool = True) -> object:
     """Parses JSON of any type into None, bool, int, float, str, list and dict.
 
     Args:
-        said: The JSON, as UTF-8 or as text.
-        most_nbytes: Most bytes (characters, of a text).
+        text: The JSON, as UTF-8 or as text.
+        most_nbytes: Most bytes (characters, of a str).
         finite: Whether numbers must be finite; if not, Infinity and NaN as Python writes them are read, too.
 
     Raises:
-        MessageError: It is no JSON, too long, too deep, or has a number that is too long or not finite.
+        MessageError: The text is no JSON, too long, nested too deep, or has a number that is too long or not finite.
     """
-    if len(said) > most_nbytes:
-        raise MessageError(f"a message has {len(said)} bytes; at most {most_nbytes} are taken")
+    if len(text) > most_nbytes:
+        raise MessageError(f"a message has {len(text)} bytes; at most {most_nbytes} are taken")
     try:
-        text = said if isinstance(said, str) else said.decode()
+        text = text if isinstance(text, str) else text.decode()
         _refuse_deep(text)
         return json.loads(
             text,
@@ -172,18 +172,25 @@ def inflated(packed: bytes, most_nbytes: int) -> bytes:
     """
     reader = zlib.decompressobj()
     try:
-        found = reader.decompress(packed, most_nbytes)
+        content = reader.decompress(packed, most_nbytes)
         if not reader.eof:
-            found += reader.decompress(reader.unconsumed_tail, 1)  # the end may lie behind the last byte
+            content += reader.decompress(reader.unconsumed_tail, 1)  # the end may lie behind the last byte
     except zlib.error as error:
         raise MessageError(f"compressed bytes cannot be read: {error}") from None
-    if len(found) > most_nbytes or not reader.eof or reader.unused_data:
+    if len(content) > most_nbytes or not reader.eof or reader.unused_data:
         raise MessageError(f"compressed bytes are cut off, go on behind their end, or hold more than {most_nbytes}")
-    return found
+    return content
 
 
 def _refuse_deep(text: str) -> None:
-    """Refuses JSON with more than `MOST_DEPTH` levels of arrays and objects, before it is parsed."""
+    """Refuses JSON whose arrays and objects are nested more than 32 levels deep (`MOST_DEPTH`), without parsing it.
+
+    Args:
+        text: The JSON; brackets inside its strings do not count. May be no JSON at all.
+
+    Raises:
+        MessageError: It is nested too deep.
+    """
     if text.count("[") + text.count("{") <= MOST_DEPTH:
         return
     depth = 0
@@ -196,21 +203,21 @@ def _refuse_deep(text: str) -> None:
 
 
 def _whole(digits: str) -> int:
-    """Returns the whole number that json has found; refuses one with too many digits."""
+    """Converts the digits of a whole number, as json passes them; a MessageError if there are more than 20."""
     if len(digits) > MOST_DIGITS:
         raise MessageError(f"a message has a whole number of {len(digits)} digits; wanted at most {MOST_DIGITS}")
     return int(digits)
 
 
 def _finite(digits: str) -> float:
-    """Returns the float that json has found; refuses one that is too large for a float."""
+    """Converts the digits of a number with a fraction or exponent; a MessageError if it is too large for a float."""
     if not math.isfinite(value := float(digits)):
         raise MessageError(f"a message has the number {digits[:40]}, which is not finite")
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Refuses the constants Infinity, -Infinity and NaN."""
+    """Raises a MessageError for the constants Infinity, -Infinity and NaN, which json passes by name."""
     raise MessageError(f"a message has the number {name}, which is not finite")
 
 
@@ -220,7 +227,7 @@ def _refuse(value: object, place: str, wanted: str) -> NoReturn:
 
 
 def _check_of(kind: Any, finite: bool) -> _Check:
-    """Returns the check of a type, with the limits of `Annotated`; made once for each declaration.
+    """Makes the function that checks a value of a type (see `_Check`), with the limits of `Annotated`.
 
     Args:
         kind: The type.
@@ -240,7 +247,7 @@ def _check_of(kind: Any, finite: bool) -> _Check:
 
 
 def _check_of_plain(kind: Any, finite: bool) -> _Check:
-    """Returns the check of a type that is not `Annotated`; see `_check_of`."""
+    """Makes the function that checks a value of a type that is not `Annotated`; see `_check_of`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is object or kind is Any:
         return lambda value, place: value
@@ -260,7 +267,7 @@ def _check_of_plain(kind: Any, finite: bool) -> _Check:
         parts = tuple(sorted(parts, key=lambda each: each is not types.NoneType))  # the last one names what is wanted
         return _either([_check_of(each, finite) for each in parts])
     if origin is tuple and parts[1:] != (Ellipsis,):
-        return _row([_check_of(each, finite) for each in parts])
+        return _tuple([_check_of(each, finite) for each in parts])
     if origin in (tuple, list, Sequence):
         return _array(_check_of(parts[0], finite), list if origin is list else tuple)
     if origin in (set, frozenset):
@@ -275,40 +282,40 @@ def _check_of_plain(kind: Any, finite: bool) -> _Check:
 
 
 def _limited(check: _Check, limit: object) -> _Check:
-    """Returns a check that also applies a `Within`, `Most` or `IpAddress`; other annotations change nothing."""
+    """Returns a check that calls `check`, and then applies a `Within`, `Most` or `IpAddress`, or nothing for others."""
 
     def limited(value: object, place: str) -> Any:
-        found = check(value, place)
-        if isinstance(limit, Within) and not limit.least <= found <= limit.most:
+        checked = check(value, place)
+        if isinstance(limit, Within) and not limit.least <= checked <= limit.most:
             _refuse(value, place, f"a number from {limit.least} to {limit.most}")
-        if isinstance(limit, Most) and len(found) > limit.length:
-            _refuse(value, place, f"a length of at most {limit.length}, not {len(found)}")
+        if isinstance(limit, Most) and len(checked) > limit.length:
+            _refuse(value, place, f"a length of at most {limit.length}, not {len(checked)}")
         if isinstance(limit, IpAddress):
             try:
-                ip_address(found)
+                ip_address(checked)
             except ValueError:
                 _refuse(value, place, "an IP address")
-        return found
+        return checked
 
     return limited
 
 
 def _int(value: object, place: str) -> int:
-    """Checks a whole number without a range of its own."""
+    """Checks that a value is a whole number from -2**63 to 2**64 - 1 and no bool, and returns it."""
     if isinstance(value, bool) or not isinstance(value, int) or not WHOLE[0] <= value <= WHOLE[1]:
         _refuse(value, place, "a whole number of 64 bits")
     return value
 
 
 def _float(value: object, place: str, finite: bool) -> float:
-    """Checks a number, and returns it as a float."""
+    """Checks that a value is a number and no bool, and finite if `finite` is set, and returns it as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float) or (finite and not math.isfinite(value)):
         _refuse(value, place, "a finite number")
     return float(value)  # of `MOST_DIGITS` digits at most: it fits
 
 
 def _literal(value: object, allowed: Sequence[object], place: str) -> object:
-    """Checks that a value is one of a few, with the same type: True is not 1."""
+    """Checks that a value is one of `allowed`, with the same type (True is not 1), and returns it."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         _refuse(value, place, f"one of {', '.join(map(repr, allowed))}")
     return value
@@ -331,21 +338,21 @@ def _either(checks: Sequence[_Check]) -> _Check:
     return either
 
 
-def _row(checks: Sequence[_Check]) -> _Check:
+def _tuple(checks: Sequence[_Check]) -> _Check:
     """Returns a check for an array with one entry for each check; it makes a tuple."""
 
-    def row(value: object, place: str) -> tuple[Any, ...]:
+    def fixed(value: object, place: str) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(checks):
             _refuse(value, place, f"an array of {len(checks)}")
         return tuple(
             check(each, f"{place}[{index}]") for index, (check, each) in enumerate(zip(checks, value, strict=True))
         )
 
-    return row
+    return fixed
 
 
 def _array(check: _Check, made: type[list[Any]] | type[tuple[Any, ...]]) -> _Check:
-    """Returns a check for an array of any length whose entries pass `check`; it makes a `made`."""
+    """Returns a check for an array of any length whose entries pass `check`; it returns a `made`, a list or a tuple."""
 
     def array(value: object, place: str) -> Any:
         if not isinstance(value, list):
@@ -357,18 +364,18 @@ def _array(check: _Check, made: type[list[Any]] | type[tuple[Any, ...]]) -> _Che
 
 
 def _set(check: _Check) -> _Check:
-    """Returns a check for an array of different values; it makes a set."""
+    """Returns a check for an array of different values that pass `check`; it returns a set."""
     array = _array(check, tuple)
 
-    def found(value: object, place: str) -> Any:
+    def unique(value: object, place: str) -> Any:
         return _unique(array(value, place), value, place)
 
-    return found
+    return unique
 
 
 def _pairs(key: _Check, check: _Check) -> _Check:
-    """Returns a check for an array of (key, value) with different keys; it makes a dict."""
-    array = _array(_row((key, check)), tuple)
+    """Returns a check for an array of [key, value] with different keys, or an empty object; it returns a dict."""
+    array = _array(_tuple((key, check)), tuple)
 
     def mapped(value: object, place: str) -> dict[Any, Any]:
         if value == {}:  # an empty mapping shows no keys, so it is written as an object
@@ -380,13 +387,13 @@ def _pairs(key: _Check, check: _Check) -> _Check:
     return mapped
 
 
-def _unique(found: Sequence[Any], value: object, place: str) -> set[Any]:
-    """Returns the set of some values; refuses `value`, the JSON that they came from, if two are equal."""
+def _unique(entries: Sequence[Any], value: object, place: str) -> set[Any]:
+    """Returns the set of checked entries; refuses `value`, the JSON that they came from, if two of them are equal."""
     try:
-        unique = set(found)
+        unique = set(entries)
     except TypeError:  # a declaration with `object` inside: this value of it cannot be hashed
         _refuse(value, place, "values that can be in a set")
-    if len(unique) != len(found):
+    if len(unique) != len(entries):
         _refuse(value, place, "each value once")
     return unique
 
@@ -397,12 +404,15 @@ def _mapping(parts: Sequence[Any], finite: bool) -> _Check:
 
 
 def _made_into(made: Callable[[Any], Any], check: _Check) -> _Check:
-    """Returns a check that calls another check, and makes its result into another type by `made`."""
+    """Returns a check that calls another check, and converts its result by `made`."""
     return lambda value, place: made(check(value, place))
 
 
 def _plain(value: object) -> object:
-    """Returns a value in types of JSON: dataclasses and mappings as dicts, sets as sorted lists."""
+    """Converts a value to types of JSON: dataclasses and mappings to dicts, sets to sorted lists.
+
+    A mapping with a key that is neither str nor int becomes a list of [key, value].
+    """
     if dataclasses.is_dataclass(value):
         return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value) if each.init}
     if isinstance(value, Mapping):
@@ -422,24 +432,26 @@ def _object(numbered: bool, check: _Check) -> _Check:
     def mapped(value: object, place: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
             _refuse(value, place, "an object")
-        found = {
+        return {
             (_key(key, place) if numbered else key): check(each, f"{place}[{key[:40]!r}]")
             for key, each in value.items()
         }
-        return found
 
     return mapped
 
 
 def _key(key: str, place: str) -> int:
-    """Returns a key of decimal digits as an int."""
+    """Converts a key of at most 20 decimal digits to an int; a MessageError for any other key."""
     if not (key.isascii() and key.isdigit() and len(key) <= MOST_DIGITS):
         _refuse(key, place, "keys of decimal digits")
     return int(key)
 
 
 def _fields(kind: Any, finite: bool) -> _Check:
-    """Returns a check for an object with the fields of a dataclass; those with defaults may be missing."""
+    """Returns a check for an object with the fields of a dataclass, of which it returns an instance.
+
+    Fields with defaults may be missing; other keys are refused, and so is what the class itself refuses.
+    """
     hints = get_type_hints(kind, include_extras=True)
     fields = [each for each in dataclasses.fields(kind) if each.init]
     checks = {each.name: _check_of(hints[each.name], finite) for each in fields}
@@ -452,9 +464,9 @@ def _fields(kind: Any, finite: bool) -> _Check:
     def made(value: object, place: str) -> Any:
         if not isinstance(value, dict) or not needed <= value.keys() <= checks.keys():
             _refuse(value, place, f"an object with {', '.join(checks)}")
-        found = {name: checks[name](each, f"{place}.{name}") for name, each in value.items()}
+        values = {name: checks[name](each, f"{place}.{name}") for name, each in value.items()}
         try:
-            return kind(**found)
+            return kind(**values)
         except (ValueError, TypeError, OverflowError) as error:  # what the class itself refuses
             raise MessageError(f"a message is not as expected: {place} is refused: {error}") from None
 

@@ -18,29 +18,29 @@ PROOF_NBYTES = 32
 
 
 def new_nonce() -> bytes:
-    """Returns a new random nonce, for one connection."""
+    """Returns 16 new random bytes, a nonce for one connection."""
     return secrets.token_bytes(NONCE_NBYTES)
 
 
-def proof_of(secret: bytes, what: str, *said: bytes) -> bytes:
-    """Returns a proof that the sender of a message knows a secret: an HMAC over all arguments.
+def proof_of(secret: bytes, label: str, *parts: bytes) -> bytes:
+    """Returns a proof that the sender of a message knows a secret: an HMAC-SHA-256 over the label and the parts.
 
     Args:
-        secret: The secret.
-        what: Name of what is proved; differs between the two directions of a connection.
-        said: The nonces of both ends, and the content that must arrive unchanged.
+        secret: Key of the HMAC.
+        label: Name of the proof; differs between the two directions of a connection.
+        parts: The nonces of both ends, and the content that must arrive unchanged; their order and lengths count.
     """
-    parts = (what.encode(), *said)
-    return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256")
+    content = (label.encode(), *parts)
+    return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in content), "sha256")
 
 
-def is_proved(proof: bytes, secret: bytes, what: str, *said: bytes) -> bool:
+def is_proved(proof: bytes, secret: bytes, label: str, *parts: bytes) -> bool:
     """Returns whether a received proof is that of `proof_of` for the same other arguments; compares in constant time.
 
     Args:
         proof: Proof that was received.
         secret: The secret that both ends know.
-        what: Name of what is proved.
-        said: The nonces of both ends, and the content.
+        label: Name of the proof.
+        parts: The nonces of both ends, and the content.
     """
-    return hmac.compare_digest(proof, proof_of(secret, what, *said))
+    return hmac.compare_digest(proof, proof_of(secret, label, *parts))

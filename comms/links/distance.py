@@ -41,7 +41,7 @@ MOST_ROUND_TRIP_SECONDS = 10.0
 
 
 def connections_for(round_trip_seconds: float, bytes_per_second: float) -> int:
-    """Returns how many connections fill a path in one direction.
+    """Returns how many TCP connections between two ranks fill a path in one direction.
 
     Args:
         round_trip_seconds: Round trip between the two ranks.
@@ -57,7 +57,7 @@ def connections_for(round_trip_seconds: float, bytes_per_second: float) -> int:
 
 
 def connection_rate(round_trip_seconds: float, loss: float) -> float:
-    """Returns the average rate of one connection in bytes per second; infinite without loss or round trip.
+    """Returns the average rate of one TCP connection in bytes per second; infinite without loss or round trip.
 
     Args:
         round_trip_seconds: Round trip between its ends.
@@ -68,8 +68,8 @@ def connection_rate(round_trip_seconds: float, loss: float) -> float:
     return SEGMENT_NBYTES * math.sqrt(1.5 / loss) / round_trip_seconds
 
 
-def carried_together(bytes_per_second: float, connections: int, round_trip_seconds: float, loss: float) -> float:
-    """Returns the rate of several connections on one link together, in bytes per second.
+def combined_rate(bytes_per_second: float, connections: int, round_trip_seconds: float, loss: float) -> float:
+    """Returns the sum of the rates of several TCP connections that share one link, in bytes per second.
 
     With n connections of rate r on a link of rate L it is L / sqrt(1 + (L / n r)^2): close to n r if that is far below
     L, and close to L if it is far above. In between, some connections have just lost a packet and the others do not
@@ -82,12 +82,12 @@ def carried_together(bytes_per_second: float, connections: int, round_trip_secon
         round_trip_seconds: Round trip of the path.
         loss: Probability that a packet is lost.
     """
-    together = connections * connection_rate(round_trip_seconds, loss)
-    return bytes_per_second / math.hypot(1.0, bytes_per_second / together)
+    unlimited = connections * connection_rate(round_trip_seconds, loss)
+    return bytes_per_second / math.hypot(1.0, bytes_per_second / unlimited)
 
 
 def ramp_seconds(round_trip_seconds: float, bytes_per_second: float, connections: int) -> float:
-    """Returns the extra seconds of a message after a pause, compared with a path that is full at once.
+    """Returns the seconds that a message after a pause takes longer than on a path that is full at once; 0 if none.
 
     Args:
         round_trip_seconds: Round trip of the path.
@@ -101,7 +101,7 @@ def ramp_seconds(round_trip_seconds: float, bytes_per_second: float, connections
 
 
 def over_distance(link: Link, nodes: int, round_trip_seconds: float, loss: float = 0.0) -> Link:
-    """Returns a copy of a link between CPU nodes with the latency and rates that large buckets get over a round trip.
+    """Returns a copy of a link between CPU nodes with the latency and rates of large buckets over a long round trip.
 
     Two nodes exchange their tensors in half a round trip, and more nodes exchange twice. If the round trip is too short
     for gradwire's own connections, gloo sends the messages, and each takes a whole round trip, because the receiver
@@ -135,6 +135,6 @@ def over_distance(link: Link, nodes: int, round_trip_seconds: float, loss: float
         channels=count,
         stream_bytes_per_second=min(
             link.stream_bytes_per_second,
-            carried_together(link.bytes_per_second, count, round_trip_seconds, loss) / count,
+            combined_rate(link.bytes_per_second, count, round_trip_seconds, loss) / count,
         ),
     )

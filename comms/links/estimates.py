@@ -44,7 +44,7 @@ class Links:
 
     @property
     def learned(self) -> bool:
-        """True if predictions use measured rates that the choice of plans does not."""
+        """Whether predictions use measured rates that the choice of plans does not."""
         return self.priced is not self.cluster
 
     def decide(self, levels: Sequence[Level]) -> None:
@@ -90,7 +90,7 @@ class Links:
         return replace(self.priced, levels=tuple(replace(level, unit_rates=()) for level in self.priced.levels))
 
     def describe(self) -> str:
-        """Returns one line with the rates that plans are predicted with, and one word for the source of each."""
+        """Returns one line with the rates that plans are predicted with, each with its origin, such as `probed`."""
         described = []
         for level in map(self.priced.levels.__getitem__, self.cluster.wide_levels):
             origin = ASSUMED if level.link.presumed else self.origin

@@ -25,7 +25,7 @@ rate is taken from them."""
 
 
 def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns the total time that is covered by at least one span, in seconds.
+    """Returns the time that is covered by at least one span, in seconds; 0 without spans.
 
     Args:
         spans: (began, ended) of each span in seconds, in any order; they may overlap.
@@ -63,7 +63,7 @@ class FirstSteps(StepListener):
 
     Args:
         communicator: Communicator whose transfers are measured.
-        consensus: Agreement of all its ranks.
+        consensus: Object by which all its ranks agree on values.
 
     Attributes:
         is_over: True if there is nothing left to measure.
@@ -84,6 +84,8 @@ class FirstSteps(StepListener):
     def step_began(self, steps: int) -> None:
         """Starts or ends the measurement. Every rank calls it at the beginning of each step, with nothing in flight.
 
+        At the end of the measurement, in step 4, it waits for the other ranks.
+
         Args:
             steps: Number of steps that have ended.
         """
@@ -99,9 +101,10 @@ class FirstSteps(StepListener):
             executor.stats.ended = None
 
     def _conclude(self) -> None:
-        """Computes link rates from the measured transfers, and makes predictions use them.
+        """Computes link rates from the measured transfers, and makes predictions use them; every rank calls it.
 
-        Collective: all ranks take the shortest time of any rank, which contains the least waiting, so rates are equal.
+        All ranks take the shortest time of any rank, which contains the least waiting, so rates are equal. If less than
+        4 MiB was sent between nodes, it does nothing, on all ranks alike.
         """
         # Conclude nothing from too few bytes.
         communicator, cluster = self._communicator, self._communicator.cluster
@@ -143,7 +146,7 @@ class FirstSteps(StepListener):
         communicator.rank_plans.learned(levels)
 
     def _gathering_seconds(self) -> float:
-        """Returns the seconds that all-gathers in shared memory inside the node have taken so far, on this rank."""
+        """Returns the seconds that all-gathers inside the node have taken so far, on this rank."""
         name = self._communicator.cluster.levels[0].name
-        rows = self._communicator.executor.stats.phase_seconds().items()
-        return sum(seconds for (_, op, level), (seconds, _, _) in rows if op == ALL_GATHER and level == name)
+        phases = self._communicator.executor.stats.phase_seconds().items()
+        return sum(seconds for (_, op, level), (seconds, _, _) in phases if op == ALL_GATHER and level == name)

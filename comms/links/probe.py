@@ -52,13 +52,13 @@ _known: dict[tuple[tuple[Unit, ...], str], tuple[Level, ...]] = {}
 
 
 def probe(communicator: Communicator, consensus: Agreement) -> tuple[Level, ...]:
-    """Measures the links of all levels, and makes the communicator plan with them.
+    """Measures the links of all levels, and makes the communicator plan with them; takes some seconds.
 
     Every rank calls it, with nothing in flight. Results are reused for the same placement and device in this process.
 
     Args:
         communicator: Communicator whose groups are measured.
-        consensus: Agreement of all its ranks.
+        consensus: Object by which all its ranks agree on values.
 
     Returns:
         All levels of the cluster, from the inside, with the measured links; the same on all ranks.
@@ -123,13 +123,13 @@ def _runs(cluster: Cluster, number: int, large_nbytes: int, *, outermost: bool) 
         outermost: True if the level is the outermost one in use.
     """
     phases = probe_phases(cluster, number)
-    found: list[Run] = [(phases, SMALL_NBYTES, 1), (phases, large_nbytes, 1)]
+    runs: list[Run] = [(phases, SMALL_NBYTES, 1), (phases, large_nbytes, 1)]
     if outermost and number > 0:
         exchange, ring = probe_phases(cluster, number, exchange=True), _ring(number)
-        found += [(exchange, SMALL_NBYTES, 1), (exchange, large_nbytes, 1)]
-        found += [(exchange, SMALL_NBYTES, MANY), (exchange, large_nbytes, FEW)]
-        found += [(ring, large_nbytes, 1), (ring, large_nbytes, FEW), (ring, SMALL_NBYTES, 1)]
-    return found
+        runs += [(exchange, SMALL_NBYTES, 1), (exchange, large_nbytes, 1)]
+        runs += [(exchange, SMALL_NBYTES, MANY), (exchange, large_nbytes, FEW)]
+        runs += [(ring, large_nbytes, 1), (ring, large_nbytes, FEW), (ring, SMALL_NBYTES, 1)]
+    return runs
 
 
 def _ring(number: int) -> tuple[Phase, ...]:
@@ -145,6 +145,8 @@ def _with_shares(
     took: dict[Run, float], cluster: Cluster, levels: list[Level], large_nbytes: int, device_type: str
 ) -> tuple[Level, ...]:
     """Returns the levels, with the costs of chunks, payload exchanges and a ring over all ranks in the outermost link.
+
+    With a single level it returns them unchanged.
 
     Args:
         took: Seconds of each run that was timed.
@@ -204,7 +206,7 @@ def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tup
 
 
 def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: float, large_nbytes: int) -> Link:
-    """Returns the link of one level whose latency and rate make the cost model predict two measured times.
+    """Fits the link of one level: its latency and its rate, so that the cost model predicts two measured times.
 
     Args:
         cluster: Placement of the ranks, with the measured links of the inner levels.
@@ -249,13 +251,14 @@ def line_up(communicator: Communicator) -> None:
 
 
 def _measure(communicator: Communicator, consensus: Agreement, runs: Sequence[Run]) -> dict[Run, float]:
-    """Times runs on all ranks at once, and returns the median seconds of each, as the slowest rank measured them.
+    """Times runs on all ranks at once, and returns run -> median seconds of its rounds on the rank slowest in each.
 
-    The ranks share their times once, after all runs: each agreement takes every rank some requests to the store.
+    Every rank calls it, and gets the same result. The ranks share their times once, after all runs: each agreement
+    takes every rank some requests to the store.
 
     Args:
         communicator: Communicator whose groups are measured.
-        consensus: Agreement of all its ranks.
+        consensus: Object by which all its ranks agree on values.
         runs: Runs to time; the same on all ranks.
     """
     device = communicator.device

@@ -63,8 +63,8 @@ SMALL_EXCHANGES = 5
 def quick_probe(communicator: Communicator) -> bool:
     """Measures each node's link and one latency, and makes the communicator predict its plans with them.
 
-    Every rank calls it before its first bucket. It does nothing unless the ranks are on CPUs, connected by gloo, on
-    several nodes without racks and regions, and the rates of the links between them are unknown.
+    Every rank calls it before its first bucket, and waits for the others. It does nothing unless the ranks are on CPUs,
+    connected by gloo, on several nodes without racks and regions, and the rates of the links between them are unknown.
 
     Args:
         communicator: Communicator whose links are measured.
@@ -232,12 +232,15 @@ class PairedExchanges:
             rail.connect_both_ways()  # also if this node has no partner at first
             self._rail = cast(GlooTransport, rail)
 
-    def _call(self, what: str, call: Callable[[], Result]) -> Result:
-        """Returns what `call` returns. If it raises, all ranks raise an error that names this rank.
+    def _call(self, name: str, call: Callable[[], Result]) -> Result:
+        """Calls a function and returns its result. If it raises, the communicator is aborted on all ranks.
 
         Args:
-            what: Name of the operation, for the error's text.
+            name: Name of the operation, for the error's text.
             call: Communicates with the first ranks of other nodes, and returns when it is done.
+
+        Raises:
+            CollectiveError: `call` has raised an error, or another rank has aborted.
         """
         returned: list[Result] = []
 
@@ -245,12 +248,12 @@ class PairedExchanges:
             returned.append(call())
             return Done()
 
-        self._communicator.run_collective(f"the measurement of the links ({what})", issue, self._members)
+        self._communicator.run_collective(f"the measurement of the links ({name})", issue, self._members)
         return returned[0]
 
 
 def timed(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
-    """Returns (seconds of an exchange with another rank, seconds of an exchange of a single element).
+    """Times exchanges with another rank: returns (seconds for `nbytes`, median seconds for a single element).
 
     Args:
         rail: Transport of the ranks.

@@ -29,7 +29,7 @@ REMEASURE_STEPS = 500
 
 
 def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
-    """Returns the pairs of nodes of each round. A node has at most one partner in a round, and a new one in each.
+    """Pairs nodes for rounds of exchanges: a node has at most one partner in a round, and another one in each round.
 
     Args:
         count: Number of nodes. With an odd number one node has no partner in each round.
@@ -41,12 +41,12 @@ def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
     Source: the circle method for round-robin tournaments (Lucas, Recreations mathematiques, vol. 2, 1883).
     """
     slots = list(range(count)) + [-1] * (count % 2)
-    found = []
+    pairs_of_rounds = []
     for _ in range(min(rounds, len(slots) - 1)):
         pairs = zip(slots[: len(slots) // 2], reversed(slots[len(slots) // 2 :]), strict=True)
-        found.append([(min(pair), max(pair)) for pair in pairs if min(pair) >= 0])
+        pairs_of_rounds.append([(min(pair), max(pair)) for pair in pairs if min(pair) >= 0])
         slots = [slots[0], slots[-1], *slots[1:-1]]
-    return found
+    return pairs_of_rounds
 
 
 def relative_rates(count: int, seconds: Sequence[tuple[int, int, float]]) -> tuple[float, ...]:
@@ -76,7 +76,7 @@ def measure_units(communicator: Communicator, consensus: Agreement, *, again: bo
 
     Args:
         communicator: Communicator of the ranks.
-        consensus: Agreement of all its ranks.
+        consensus: Object by which all its ranks agree on values.
         again: True if nodes have been measured before.
 
     Returns:
@@ -128,7 +128,7 @@ class UnitRates(StepListener):
 
     Args:
         communicator: Communicator of the ranks.
-        consensus: Agreement of all its ranks.
+        consensus: Object by which all its ranks agree on values.
     """
 
     def __init__(self, communicator: Communicator, consensus: Agreement) -> None:

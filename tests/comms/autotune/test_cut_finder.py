@@ -37,7 +37,7 @@ def train(
             Agreement(store, rank, size, "t", timedelta(seconds=20)),
             keeps=keeps,
             known=known if rank == 0 else None,
-            found=kept.append if rank == 0 else lambda plan: None,
+            on_computed=kept.append if rank == 0 else lambda plan: None,
         )
         used = []
         for _ in range(steps):

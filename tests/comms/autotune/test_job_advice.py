@@ -10,7 +10,7 @@ from gradwire.comms.autotune import job_advice
 from gradwire.comms.plan.advise import Workload, advise
 from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
-from gradwire.comms.report import Report, said_once, wrapped
+from gradwire.comms.report import Report, without_repeated_sentences, wrapped
 from gradwire.comms.step.stepwatch import Observed
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from gradwire.topology.wording import ms
@@ -137,6 +137,6 @@ def test_lines_are_as_long_as_the_terminal_and_whole_elsewhere(monkeypatch: pyte
 
 def test_a_sentence_that_several_plans_share_is_printed_once() -> None:
     plans = [f"hierarchical, {size} MB predicted to take 3 ms. It is faster than flat. (Chosen.)" for size in (1, 25)]
-    assert said_once(plans) == [plans[0], "hierarchical, 25 MB predicted to take 3 ms."]
+    assert without_repeated_sentences(plans) == [plans[0], "hierarchical, 25 MB predicted to take 3 ms."]
     text = Report("2 nodes", tuple(plans), (), 3).full()
     assert text.count("It is faster than flat.") == 1 and text.count("predicted to take") == 2
