@@ -35,13 +35,13 @@ NO_PLAN = RankPlan(Plan("none", (), 1, 0, 0.0, {}, ""), (), (), 0, False)
 
 
 def unwrap(done: Open) -> Tensor:
-    """Returns the tensor of a finished future, or raises its error; for `done.then(unwrap)`.
+    """Returns the tensor of a finished future, or raises the error that is its value; for `future.then(unwrap)`.
 
     Args:
         done: Finished future of a bucket.
 
     Raises:
-        BaseException: The value, if it is an error.
+        BaseException: The value of the future, if it is an error.
     """
     value = done.value()
     if isinstance(value, BaseException):
@@ -54,7 +54,7 @@ def unwrap(done: Open) -> Tensor:
 
 
 class Pool:
-    """Buffers in which buckets are joined, reused from step to step.
+    """Keeps the buffers in which buckets are joined, to use them again from step to step.
 
     On CUDA none is kept: torch's allocator reuses memory itself, and knows which streams still read it.
 
@@ -70,7 +70,7 @@ class Pool:
         self.allocated = 0
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """Returns a 1-D buffer of exactly `numel` elements, uninitialized.
+        """Takes a 1-D buffer of exactly `numel` elements, with undefined content, or allocates one if none is free.
 
         Args:
             numel: Number of elements.
@@ -96,7 +96,7 @@ class Pool:
 
 @dataclass(slots=True)
 class Times:
-    """Times of a bucket by the executor's clock; None until then, and in steps that are not timed.
+    """Holds the times of a bucket by the executor's clock; None until then, and in steps that are not timed.
 
     Attributes:
         arrived: Time at which DDP passed the bucket to the hook; on CUDA, at which its gradients were computed.
@@ -116,7 +116,7 @@ class Bucket:
         layout: Place of each parameter in `flat`; None if the bucket is never compressed.
         times: Times of arrival and of the end.
         future: Completed with `flat` or an error. On CUDA made when it is first needed.
-        pending: Number of all-reduces in flight that carry a part of it; negative after `give_up`. Guarded by
+        pending: Number of all-reduces that carry a part of it and have not ended; negative after `give_up`. Guarded by
             `_PENDING`.
         error: First error of those; None if there was none. Guarded by `_PENDING`.
         ends: On CUDA, events at the ends of all-reduces that carried a part of it.
@@ -147,8 +147,8 @@ class Bucket:
     def result(self) -> FutureTensor:
         """Returns the future of the averaged `flat`; on a CPU waiting for it raises the bucket's error.
 
-        On CUDA an error is raised by the executor's `start` instead, and the future carries an event on the device
-        rather than a callback, which would need a stream of its own.
+        On CUDA waiting for it makes the current stream wait, not the host, and never raises: the executor raises the
+        error at its next `start`, `release` or `raise_failure`.
         """
         if not self.flat.is_cuda:
             assert self.future is not None
@@ -158,7 +158,11 @@ class Bucket:
         return cast(FutureTensor, self.future)
 
     def give_up(self) -> FutureTensor:
-        """Completes the future with `flat` as it is, if it is open, and returns it: nothing waits for the average."""
+        """Completes the bucket's future with `flat` as it is, so that nobody waits for the average; returns the future.
+
+        A future that is complete keeps its value or error, and one that NCCL's own collective completes is left to it.
+        All-reduces in flight may still write to `flat`; their ends and errors no longer matter to the future.
+        """
         with _PENDING:
             is_open, self.pending = self.pending > 0, -1
         result = self.result()
@@ -194,7 +198,7 @@ class AllReduce:
 
 
 def pack(all_reduce: AllReduce) -> Tensor:
-    """Returns one tensor to reduce: the only part itself, or a copy of all parts end to end.
+    """Returns one tensor to reduce: the only part itself, or a copy of all parts end to end, in a buffer of the pool.
 
     Args:
         all_reduce: The all-reduce that is about to start.
@@ -245,7 +249,7 @@ def finish(all_reduce: AllReduce, flat: Tensor, error: BaseException | None, now
 
 @dataclass(slots=True, eq=False)
 class RunningAllReduce:
-    """An all-reduce in flight on this rank.
+    """Holds the state of an all-reduce in flight on this rank.
 
     Attributes:
         all_reduce: The tensors to average, and the buckets that they belong to.

@@ -125,17 +125,17 @@ class Executor(ABC):
         """
 
     def _completing(self, run: RunningAllReduce, steps: Generator[Transition, None, Tensor]) -> ChunkSteps:
-        """Runs a coroutine, and completes the bucket's future with its result: a coroutine around it."""
+        """Makes a coroutine that runs another one, and at its end puts the result into the bucket and its future."""
         self._refuse_if_failed()
         (bucket,) = run.all_reduce.buckets
         bucket.flat = yield from steps
         finish(run.all_reduce, bucket.flat, None, self.stats.now())
 
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
-        """Takes one chunk through the phases of its plan; see `Programs.run_chunk`.
+        """Makes the coroutine that takes one chunk through the phases of its plan; see `Programs.run_chunk`.
 
         Raises:
-            CollectiveError: An earlier all-reduce has failed.
+            CollectiveError: An earlier all-reduce has failed; raised at the coroutine's first step.
         """
         self._refuse_if_failed()
         yield from self._programs.run_chunk(run, chunk)
@@ -143,8 +143,8 @@ class Executor(ABC):
     def migrate(self, layout: Layout, rank_plan: RankPlan, device: torch.device, *, ask: bool = True) -> None:
         """Starts to move compression state between the ranks of this node, for a bucket with a new layout.
 
-        Changes the compressor's state in place. Does nothing without a compressor, or if the ranks of a node do not
-        compress different shards of the bucket (`RankPlan.shares_ownership`).
+        Changes the compressor's state in place; all ranks of the node call it. Does nothing without a compressor, or if
+        the ranks of a node do not compress different shards of the bucket (`RankPlan.shares_ownership`).
 
         On a CPU it is queued for the first lane and returns at once: it runs once all earlier all-reduces have left
         that lane, though they may go on in others, and before the next one begins. On CUDA it is issued to its end on a
@@ -173,29 +173,39 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self, seconds: float | None = None) -> bool:
-        """Waits for the all-reduces in flight and ends the executor; later ones fail.
+        """Waits for the all-reduces in flight, and ends the executor; later ones raise an error.
+
+        All-reduces that are unfinished after the wait are given up. On a CPU they are aborted on all ranks, and their
+        futures completed with an error, for which it waits up to 2 s more. On CUDA their averages are undefined, and
+        one element of the step's last bucket becomes NaN, so that the step is not taken for a good one.
 
         Args:
-            seconds: Longest wait. By default `CLOSING_SECONDS` on a CPU; on CUDA the time-out, as long as the other
-                ranks are alive. On a CPU, futures of all-reduces that are unfinished then are completed with an error;
-                on CUDA their averages become NaN.
+            seconds: Longest wait. None: `CLOSING_SECONDS` (5 s) on a CPU; on CUDA the time-out of collectives. A rank
+                that fails ends the wait on CUDA.
 
         Returns:
-            Whether transports may be closed in order: no device waits for a rank that will not come.
+            Whether transports may be closed in order; False if the device may wait for a rank that will not come.
+            Always True on a CPU.
         """
 
     @property
     @abstractmethod
     def has_ended(self) -> bool:
-        """Whether all of its threads have ended, so that no gradient is read or written from now on."""
+        """Whether all of its threads have ended, so that none of them reads or writes a gradient from now on.
+
+        Always True on CUDA, where there are no threads: it says nothing about what the device still does.
+        """
 
     @property
     def failure(self) -> CollectiveError | None:
-        """The first failure, with what the other ranks reported; None if nothing has failed."""
+        """The first failure, with what the other ranks reported; None if nothing has failed.
+
+        On CUDA it may wait for the reports of the other ranks, some seconds.
+        """
         return self.failure_handler.error
 
     def _refuse_if_failed(self) -> None:
-        """Raises the first failure, if there is one: nothing is started or continued after it.
+        """Raises the first failure, if there is one, as nothing may be started or continued after it.
 
         Raises:
             CollectiveError: An all-reduce has failed on this rank, or was ended because of another.
@@ -223,7 +233,8 @@ class Executor(ABC):
     def extremes(self) -> list[Tensor]:
         """Returns the least and largest average of each compressed all-reduce since the last call: 0-dim CUDA tensors.
 
-        Empty on a CPU, where averages are checked when their futures are done. `release` must have been called.
+        NaN and infinity show in them. Empty on a CPU, where averages are checked when their futures are done, and
+        without `checking`. Call `release` before.
         """
         return []
 
@@ -245,10 +256,10 @@ class Executor(ABC):
         """
 
     def poison(self, bucket: Bucket) -> None:  # noqa: B027 - for CUDA
-        """Makes one average NaN on the device if this rank aborts before the step's last bucket is done; only on CUDA.
+        """Has the device make one average NaN if this rank aborts before the step's last bucket is done; only on CUDA.
 
-        The host may have issued the optimizer's step by then, which must not use a wrong average. Changes nothing
-        otherwise. The current stream waits for the bucket, as DDP makes it do anyway.
+        The host may have issued the optimizer's step by then, which must not use wrong averages without a sign. Without
+        an abort it changes no value. The current stream waits for the bucket, as DDP makes it do anyway.
 
         Args:
             bucket: The last bucket of the step, whose all-reduce ends after all others.
@@ -259,4 +270,4 @@ class Executor(ABC):
         return nullcontext()
 
     def sync_current_stream(self) -> None:  # noqa: B027 - for CUDA
-        """Makes the current CUDA stream wait for everything issued so far; on a CPU does nothing."""
+        """Makes the current CUDA stream, not the host, wait for everything issued so far; on a CPU does nothing."""

@@ -52,11 +52,13 @@ class FailureHandler:
     ) -> CollectiveError:
         """Aborts everything because a collective has failed, and asks the other ranks for a diagnosis.
 
-        It waits for their reports, which may take some seconds. The diagnosis is also logged.
+        It waits for their reports, which may take some seconds, and logs the diagnosis. After an earlier failure it
+        aborts and asks nothing, and waits only for a diagnosis in progress.
 
         Args:
             where: Name of the collective, for the message.
-            members: Global ranks of the collective; `error.missing` holds indices into it.
+            members: Ranks of the collective, by their numbers in this communicator; `error.missing` holds indices into
+                it.
             error: Error that the collective raised.
             first: Called before anything else, if nothing has failed before.
 
@@ -84,7 +86,7 @@ class FailureHandler:
         self._reporter.signal_abort(str(error))
 
     def diagnosed(self) -> CollectiveError | None:
-        """Returns `error` after waiting for a diagnosis that is in progress."""
+        """Returns `error`, after waiting for a diagnosis that is in progress; None if nothing has failed."""
         with self._diagnosing:
             return self.error
 

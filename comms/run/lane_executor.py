@@ -138,7 +138,7 @@ class LaneExecutor(Executor):
         self._submit(_ChunkJob(steps, name="migration of compression state"))
 
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
-        """Takes one chunk through its phases; the last one to end completes the futures. See `Executor.run_chunk`."""
+        """Makes the coroutine that takes one chunk through its phases; the last chunk to end completes the futures."""
         if self.failure_handler.error is not None:
             self._refuse_if_failed()
         yield from self._programs.run_chunk(run, chunk)
@@ -158,8 +158,8 @@ class LaneExecutor(Executor):
     def close(self, seconds: float | None = None) -> bool:
         """Waits for the all-reduces in flight and ends the threads of all lanes; see `Executor.close`. Returns True.
 
-        If some do not end in time, it aborts them and tells the other ranks, and waits for `GIVING_UP_SECONDS` more.
-        Does not wait if a lane's own thread calls it, as the garbage collector may.
+        If some do not end in time, it aborts them on all ranks, completes their futures with an error, and waits for
+        2 s more (`GIVING_UP_SECONDS`). It does not wait if a lane's own thread calls it, as the garbage collector may.
         """
         self._lanes.close()
         if threading.current_thread() in list(self._threads.values()):
@@ -178,7 +178,7 @@ class LaneExecutor(Executor):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _abort_all(self, why: str) -> None:
-        """Aborts all all-reduces in flight, tells the other ranks, and refuses all later ones.
+        """Aborts all all-reduces in flight, makes the other ranks abort, too, and refuses all later ones.
 
         Their futures are completed with an error: an earlier failure of this rank if there is one, else one with the
         reason. The groups are aborted, which wakes lanes that wait. If nothing is in flight, it only refuses later
@@ -238,7 +238,9 @@ class LaneExecutor(Executor):
             del job
 
     def _step(self, job: _ChunkJob, lane: Lane) -> None:
-        """Waits for a job's works and runs it until it changes to another lane or ends; errors go to its futures.
+        """Waits for a job's works and runs it until it changes to another lane or ends; called in the lane's thread.
+
+        An error is not raised: it aborts everything, and completes the futures of the job.
 
         Args:
             job: The job; its `transition` is set if it changes lanes. One that stays runs through all lanes.
@@ -264,10 +266,10 @@ class LaneExecutor(Executor):
                 job.works = transition.works
         except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
             # The first failure aborts all groups, and asks the other ranks for a diagnosis: that may take some seconds.
-            self._give_up(job, self.failure_handler.fail(self._place_of(job), self._programs.node, error))
+            self._give_up(job, self.failure_handler.fail(self._phase_of(job), self._programs.node, error))
 
     def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Transition | None:
-        """Waits for a job's works and advances it once, as `_step` does, and records both as spans of a trace.
+        """Waits for a job's works, advances it by one step, and records both as spans of a trace.
 
         Args:
             recorder: Recorder of the trace.
@@ -279,11 +281,11 @@ class LaneExecutor(Executor):
         """
         track, number = f"lane {lane[0]}.{lane[1]}", -1 if job.run is None else job.run.number
         if job.works:
-            with recorder.span(track, f"wait for {self._place_of(job)}", launch=number):
+            with recorder.span(track, f"wait for {self._phase_of(job)}", launch=number):
                 for work in job.works:
                     work.wait()
         job.works = ()
-        with recorder.span(track, self._place_of(job, lane[0]), launch=number):
+        with recorder.span(track, self._phase_of(job, lane[0]), launch=number):
             return next(job.steps, None)
 
     def oldest(self) -> WaitingAllReduce | None:
@@ -293,10 +295,10 @@ class LaneExecutor(Executor):
             run = job.run
             if run is not None and isinstance(run.began, float):
                 seconds = time.perf_counter() - run.began
-                return WaitingAllReduce(run.number, run.all_reduce.buckets[0], self._place_of(job), seconds)
+                return WaitingAllReduce(run.number, run.all_reduce.buckets[0], self._phase_of(job), seconds)
         return None
 
-    def _place_of(self, job: _ChunkJob, least: int = 0) -> str:
+    def _phase_of(self, job: _ChunkJob, least: int = 0) -> str:
         """Returns the phase that a job is in, such as `reduce_scatter intra_node`; without a plan the job's name.
 
         Args:
@@ -312,7 +314,10 @@ class LaneExecutor(Executor):
         return f"{phase.op} {phase.place(self._level_names)}"
 
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
-        """Completes the futures of a job's all-reduce with an error, once; its other chunks complete nothing later."""
+        """Completes the futures of a job's all-reduce with an error, once; its other chunks complete nothing later.
+
+        Does nothing for a migration of state, which has no future.
+        """
         if job.run is None:
             return
         with self._lock:

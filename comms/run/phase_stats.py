@@ -86,11 +86,11 @@ class PhaseStats:
         self._lock = threading.Lock()  # Guards _rows, the totals in it, and additions to _being_issued.
 
     def now(self) -> Mark | None:
-        """Returns the time if phases are timed; else None."""
+        """Returns the present time, on CUDA an event on the current stream; None if phases are not timed now."""
         return self.clock.now() if self.timing else None
 
     def add(self, index: int, op: str, level: str, logical_nbytes: int, wire_nbytes: float) -> None:
-        """Counts a collective that is no phase of a plan.
+        """Adds one call and its bytes to the totals of a collective that is no phase of a plan, such as a sparse sum's.
 
         Args:
             index: Number by which reports sort their rows; no phase counted by the same object has it.
@@ -104,14 +104,18 @@ class PhaseStats:
             row.add(logical_nbytes, wire_nbytes)
 
     def count(self, chunk: Chunk, element_nbytes: int, marks: Sequence[Mark], sent: Sequence[float]) -> None:
-        """Counts the phases of a chunk that has ended.
+        """Adds the calls, bytes and seconds of one chunk to the totals of its phases.
+
+        Called when the chunk has ended, on CUDA when its collectives have been issued; there `read_times` adds the
+        seconds later.
 
         Args:
             chunk: The chunk, with this rank's part in each phase.
             element_nbytes: Bytes of one element of the gradient.
-            marks: Times at which the phases began, in order, and the time at which the last one ended; empty if they
-                were not timed.
-            sent: Bytes that each phase has sent in addition to what the plan says: the payloads of a compressor.
+            marks: Begin of each phase, in order, and end of the last one: seconds of the host's clock, on CUDA events.
+                Empty if they were not timed.
+            sent: Bytes that this rank has sent in each phase in addition to what the plan says: the payloads of a
+                compressor; one number for each phase.
         """
         with self._lock:
             for index, (part, nbytes) in enumerate(zip(chunk.parts, sent, strict=True)):
@@ -144,9 +148,9 @@ class PhaseStats:
             self.ended.append(EndedAllReduce(run.rank_plan.plan, run.began, now))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
-        """Returns the totals so far, in the order of the phases.
+        """Returns copies of the totals so far, by index of the phase.
 
-        On CUDA it waits for everything issued, and extrapolates the seconds of timed calls to all calls.
+        On CUDA the host waits for all timed phases, and the seconds of timed calls are extrapolated to all calls.
         """
         for _ in range(2):
             self.read_times()
@@ -157,22 +161,22 @@ class PhaseStats:
             )
 
     def phase_seconds(self) -> dict[PhaseKey, tuple[float, int, int]]:
-        """Returns (timed seconds, timed calls, bytes of gradient) of each phase so far, without waiting.
+        """Returns phase -> (timed seconds, timed calls, bytes of gradient so far), without waiting.
 
-        On CUDA those whose events have been read.
+        On CUDA only seconds and calls that `read_times` has read count.
         """
         with self._lock:
             return {key: (row.seconds, row.timed_calls, row.logical_nbytes) for key, row in self._rows.items()}
 
     def seconds_of_phases(self) -> list[float]:
-        """Returns the seconds of `phase_seconds` in the same order, in a tenth of the time; new phases come last."""
+        """Returns the timed seconds of each phase so far, in the order of `phase_seconds`; new phases come last."""
         with self._lock:
             return [row.seconds for row in self._rows.values()]
 
     def read_times(self) -> None:
-        """Reads the times of phases issued before the previous call, which the device has passed by now.
+        """Adds the seconds of phases issued before the previous call, on CUDA; does nothing on a CPU.
 
-        On a CPU nothing is left to read, as phases are counted with their times.
+        Called once a step, so that the device has passed those phases; else the host waits for it.
         """
         passed, self._issued, self._being_issued = self._issued, self._being_issued, []
         for row, calls, began, ended in passed:

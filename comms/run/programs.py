@@ -36,14 +36,14 @@ OVERCOMMITTING = ("cpu",)
 
 @dataclass(slots=True)
 class _Ended:
-    """The end of a phase: works still in flight, and bytes sent in addition to what the plan says."""
+    """Result of a phase: works still in flight, and bytes sent in addition to what the plan says."""
 
     works: list[Work]
     sent_nbytes: float = 0.0
 
 
 class Programs:
-    """Makes the programs of one rank: for the chunks of all-reduces, and to move compression state.
+    """Makes the programs of one rank: generators that run the chunks of all-reduces, and that move compression state.
 
     Args:
         groups: Transports by lane and members.
@@ -53,7 +53,7 @@ class Programs:
         stats: Counters of bytes and times.
 
     Attributes:
-        node: Ranks of this node.
+        node: Ranks of this rank's node, itself included.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Programs:
         return self._compressor is not None
 
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> ChunkSteps:
-        """Takes one chunk through the phases of its plan.
+        """Makes the coroutine that takes one chunk through the phases of its plan.
 
-        A coroutine: each step issues collectives and names the lane in which the next one runs. At the end it counts
-        what this rank has sent, and the times of the phases if they are timed.
+        Each step issues collectives, and yields the lane in which the next step runs and the works to wait for before.
+        At the end it counts what this rank has sent, and the times of the phases if they are timed.
 
         Args:
             run: The all-reduce. Elements `chunk.start` to `chunk.stop` of its `flat` (1-D, any dtype that transports
@@ -116,7 +116,7 @@ class Programs:
             flat[chunk.start : chunk.stop].mul_(scale)
 
     def migrate(self, layout: Layout, shards: list[tuple[int, int]], device: torch.device, ask: bool) -> ChunkSteps:
-        """Moves compression state between the ranks of this node; see `migration.migrate`.
+        """Makes a coroutine that moves compression state between the ranks of this node in one step, and waits for it.
 
         Args:
             layout: Place of each parameter in a bucket.
@@ -135,7 +135,7 @@ class Programs:
     def _exact(
         self, flat: Tensor, part: PhasePart, lane: Lane, index: int, scale: float
     ) -> Generator[Transition, None, _Ended]:
-        """Issues the steps of an exact phase, each in a lane of its own: a coroutine.
+        """Makes the coroutine of an exact phase, which issues each step of the phase in a lane of its own.
 
         Args:
             flat: 1-D tensor of the all-reduce, changed in place.
@@ -158,7 +158,7 @@ class Programs:
     def _compressed(
         self, run: RunningAllReduce, part: PhasePart, lane: Lane, index: int, scale: float
     ) -> Generator[Transition, None, _Ended]:
-        """Runs a compressed phase, a coroutine: all shards of this rank advance together, each round in its own lane.
+        """Makes the coroutine of a compressed phase: all shards of this rank advance by one round in each lane.
 
         Args:
             run: The all-reduce; its `flat` is changed in place.
@@ -218,7 +218,7 @@ class Programs:
     def issue(
         self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float, rings: Sequence[tuple[int, int]] = ()
     ) -> Work:
-        """Issues one transfer of an exact phase.
+        """Issues one transfer of an exact phase, and returns its work.
 
         Args:
             flat: 1-D tensor of the all-reduce; the transfer's range is changed in place.
@@ -252,7 +252,7 @@ class Programs:
         return group.reduce_scatter(view, transfer.bounds, scale)
 
     def _by_owners(self, requests: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
-        """Splits each all_reduce of a compressor into a reduce_scatter to unequal owners and an all_gather.
+        """Yields a compressor's requests, each all_reduce split into a reduce_scatter to unequal owners and a gather.
 
         Args:
             requests: The compressor's requests.
@@ -273,7 +273,7 @@ class Programs:
                 others = []
 
     def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark, ended: Mark) -> None:
-        """Records a phase in a trace; nothing to do for lanes, which record each transition themselves."""
+        """Records a phase in a trace; does nothing on a CPU, where lanes record each transition themselves."""
 
 
 def issue_together(transport: Transport, collectives: Sequence[Collective]) -> Work:
@@ -282,8 +282,8 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
     NCCL has group calls; gloo between two ranks sends small ones in one message.
 
     Args:
-        transport: Transport of all of them.
-        collectives: Collectives, the same on all ranks in the same order.
+        transport: Transport that all of them are issued on.
+        collectives: Collectives, the same on all ranks in the same order; at least one.
 
     Raises:
         RuntimeError: One could not be issued. On NCCL the transport cannot be used afterwards.
@@ -301,13 +301,13 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
 
 
 def _with_sum_order(transport: Transport) -> "GlooTransport":
-    """Returns the transport if it sums in the order of gloo's rings.
+    """Returns `transport` itself if it can sum in the order of gloo's rings, and raises otherwise.
 
     Args:
         transport: Transport of a plan whose bits depend on that order.
 
     Raises:
-        TypeError: It sums in another order, which would give other bits.
+        TypeError: The transport sums in another order, which would give other bits.
     """
     if not getattr(transport, "takes_sum_order", False):
         raise TypeError(
@@ -375,7 +375,7 @@ def sent_nbytes_of(collective: Collective, size: int, rank: int) -> float:
     An all-reduce counts as one in a ring. In all others a rank sends each other rank what that rank is to get from it.
 
     Args:
-        collective: Collective with its tensors; the last one is what the rank sends from.
+        collective: Collective with its tensors; the last one is the source.
         size: Number of ranks of the group.
         rank: This rank's index in the group.
     """

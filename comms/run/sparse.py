@@ -40,7 +40,7 @@ Count = Callable[[int, str, int, float], None]
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of a sparse gradient, each once, in ascending order of their keys.
+    """Holds rows of a sparse gradient, each once, in ascending order of their keys.
 
     Attributes:
         keys: Index of each row among all rows of the gradient, int64, 1-D; several sparse dimensions count as one.
@@ -89,22 +89,24 @@ class Sharing:
 
 
 def groups_of(cluster: Cluster, plan: str) -> dict[LaneGroup, bool]:
-    """Returns every (lane, set of ranks) in which sparse gradients are summed; see `RankPlans.groups`.
+    """Returns every (lane, set of ranks) in which sparse gradients are summed, each with the value True.
+
+    It is for `RankPlans.groups`, whose result has the same type.
 
     Args:
         cluster: Placement of the ranks.
         plan: Name of a plan, as for `Sharing.of`.
     """
-    found: dict[LaneGroup, bool] = {}
+    groups: dict[LaneGroup, bool] = {}
     for rank in range(cluster.size):
         sharing = Sharing.of(cluster, rank, plan)
         used = [(LANES[0], sharing.node), (LANES[0], sharing.rail), (LANES[1], sharing.rail), (LANES[2], sharing.node)]
-        found |= {(lane, members): True for lane, members in used if len(members) > 1}
-    return found
+        groups |= {(lane, members): True for lane, members in used if len(members) > 1}
+    return groups
 
 
 def check_sparse(sparse: Tensor) -> None:
-    """Refuses a tensor that cannot be summed.
+    """Refuses a tensor that `sum_sparse` cannot sum.
 
     Args:
         sparse: Gradient from DDP.
@@ -127,7 +129,7 @@ def check_sparse(sparse: Tensor) -> None:
 def sum_sparse(
     sparse: Tensor, groups: Groups, rank: int, sharing: Sharing, *, scale: float, as_dense: bool | str, count: Count
 ) -> Generator[Transition, None, Tensor]:
-    """Sums a sparse tensor over all ranks: a generator that yields where it goes on in the next of the three `LANES`.
+    """Makes a coroutine that sums a sparse tensor over all ranks, in the three `LANES`, and returns the sum.
 
     Args:
         sparse: torch.sparse_coo, floating-point, of one shape and dtype on all ranks; not changed.
@@ -135,7 +137,7 @@ def sum_sparse(
         rank: This rank.
         sharing: Assignment of rows to the ranks that sum them, seen from this rank.
         scale: Factor on every rank's contribution, applied before the sum.
-        as_dense: Whether rows are sent between the nodes as a dense tensor; "auto" decides by the number of bytes.
+        as_dense: Whether a dense tensor is sent between the nodes, not rows; "auto" decides by the number of bytes.
         count: Called for each collective, to count what this rank sends.
 
     Returns:
@@ -172,7 +174,7 @@ def _rows(sparse: Tensor, scale: float) -> Rows:
 
 
 def _owned(sharing: Sharing, rank: int, shape: Sequence[int]) -> range:
-    """Returns the keys of all rows that a rank sums as their owner, of those in the gradient and of those that are not.
+    """Returns the keys of all rows that a rank owns, whether or not they are in a gradient.
 
     A row's key is its index among all rows; owner k of n has the keys k, k + n, k + 2n, ...
 
@@ -185,7 +187,10 @@ def _owned(sharing: Sharing, rank: int, shape: Sequence[int]) -> range:
 
 
 def _summed(parts: Sequence[Rows]) -> Rows:
-    """Sums the rows of several ranks, in the order given; each part has a row once, so all ranks get the same bits."""
+    """Returns the sum of the rows of several ranks; parts are added in the order given, so the bits are determined.
+
+    A row that any part has is in the sum. float16 and bfloat16 are added in float32 and rounded once.
+    """
     keys = torch.unique(torch.cat([part.keys for part in parts]))
     dtype, width = parts[0].values.dtype, parts[0].values.shape[1]
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -196,7 +201,7 @@ def _summed(parts: Sequence[Rows]) -> Rows:
 
 
 def _counts(transport: Transport, own: Sequence[int], like: Tensor) -> tuple[Tensor, Work]:
-    """Starts to gather the numbers of rows of all ranks of a group.
+    """Starts to gather the numbers of rows of all ranks of a group; all of them call it.
 
     Args:
         transport: Transport of the group.
@@ -212,7 +217,7 @@ def _counts(transport: Transport, own: Sequence[int], like: Tensor) -> tuple[Ten
 
 
 def _to_owners(own: Rows, transport: Transport, owners: int, count: Count) -> Rows:
-    """Sends each row to its owner on this node, and returns the sum of the rows that this rank receives.
+    """Sends each row to its owner on this node, waits, and returns the sum of the rows that this rank receives.
 
     Args:
         own: Rows of this rank.
@@ -245,15 +250,18 @@ def _to_owners(own: Rows, transport: Transport, owners: int, count: Count) -> Ro
 def _between(
     own: Rows, groups: Groups, rail: tuple[int, ...], owned: range, as_dense: bool | str, count: Count
 ) -> Generator[Transition, None, Rows]:
-    """Sums an owner's rows over the nodes: a generator that starts in the first of `LANES` and ends in the third.
+    """Makes a coroutine that sums an owner's rows over the nodes; it starts in the first of `LANES`, ends in the third.
 
     Args:
         own: Sums of this node.
         groups: Transports by lane and members.
         rail: Owners of the same rows on all nodes.
         owned: Keys of all rows that these ranks own.
-        as_dense: Whether rows are sent as a dense tensor; "auto" decides by the number of bytes.
+        as_dense: Whether a dense tensor is sent instead of rows; "auto" decides by the number of bytes.
         count: Counts what is sent.
+
+    Returns:
+        Sums of the rows that any node has.
     """
     size, width, element_nbytes = len(rail), own.values.shape[1], own.values.element_size()
     counts: list[int] = []
@@ -282,7 +290,7 @@ def _between(
 
 
 def _gathered(own: Rows, transport: Transport, counts: Sequence[int]) -> tuple[list[Rows], list[Work]]:
-    """Starts to gather the rows of every rank of a group.
+    """Starts to gather the rows of every rank of a group, on all of them; all of them call it.
 
     Args:
         own: Rows of this rank.

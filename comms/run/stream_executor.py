@@ -43,7 +43,7 @@ CLOSED = "gradwire is closed on this rank: make a new HookState, or a new proces
 
 @dataclass(slots=True, eq=False)
 class _HeldChunk:
-    """A chunk whose all-gathers are issued after the reducing phases of the next chunk.
+    """Holds a chunk whose all-gathers are deferred: they are issued after the reducing phases of the next chunk.
 
     Attributes:
         run: All-reduce that it belongs to.
@@ -62,7 +62,7 @@ class DevicePrograms(Programs):
     def issue(
         self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float, rings: Sequence[tuple[int, int]] = ()
     ) -> Work:
-        """Issues one transfer, and records the time that this takes on the host; see `Programs.issue`."""
+        """Issues one transfer, see `Programs.issue`, and records in a trace how long issuing it takes on the host."""
         if self._stats.recorder is None:
             return super().issue(flat, transfer, lane, scale, rings)
         with self._stats.recorder.host_range(f"{transfer.op} among {len(transfer.members)} ranks"):
@@ -132,7 +132,7 @@ class StreamExecutor(Executor):
     ) -> None:
         """Issues an all-reduce on side streams, after the work on the current stream; the host does not wait.
 
-        See `Executor.start` for the arguments.
+        See `Executor.start` for the arguments and errors.
 
         The reducing phases of a chunk are issued at once. Its all-gathers are issued after the reducing phases of the
         next chunk, which may be of the next bucket. A communicator runs its collectives in the order of issue, so
@@ -268,9 +268,9 @@ class StreamExecutor(Executor):
                 pass
 
     def release(self) -> None:
-        """Issues the all-gathers that `start` has deferred; see `Executor.release`.
+        """Issues the all-gathers that `start` has deferred; see `Executor.release` for the errors.
 
-        Also marks the end of everything issued since the last call: `last` is that mark, and `deadline` watches it.
+        It also sets `last` to an event after everything issued since the last call, which `deadline` watches.
         """
         if self._closed and self._held is None and self.failure_handler.error is None:
             return
@@ -293,13 +293,21 @@ class StreamExecutor(Executor):
         self._issued = 0  # the same bucket is sent on the same stream in each step
 
     def extremes(self) -> list[Tensor]:
-        """Returns the least and largest averages since the last call; see `Executor.extremes`."""
+        """Returns the least and the largest average of each compressed all-reduce since the last call (0-dim, CUDA)."""
         extremes, self._extremes = self._extremes, []
         return extremes
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Runs the caller's block on a side stream, after all earlier all-reduces and before all later ones."""
+        """Makes a context whose work runs on a side stream, after all earlier all-reduces and before all later ones.
+
+        The work also comes after what was issued on the current stream before. Deferred all-gathers are issued first.
+        Neither the host nor the current stream waits for the work: call `sync_current_stream` before the current stream
+        uses what it has changed.
+
+        Raises:
+            CollectiveError: An all-reduce has failed, or another rank has exited; the block does not run.
+        """
         self.release()
         with self._streams.exclusive():
             yield
@@ -309,13 +317,13 @@ class StreamExecutor(Executor):
         return None
 
     def sync_current_stream(self) -> None:
-        """Makes the current stream wait for everything issued so far; see `Executor.sync_current_stream`."""
+        """Makes the current stream, not the host, wait for everything issued on the side streams so far."""
         self._streams.sync_current_stream()
 
     def close(self, seconds: float | None = None) -> bool:
         """Waits for the device, which may be several steps behind the host, and ends; see `Executor.close`.
 
-        A rank failure during the wait calls `interrupt`, which ends it.
+        The failure of a rank ends the wait. Returns False if work is still in flight, or if collectives were aborted.
         """
         self._closed = True
         until = math.inf if seconds is None else time.monotonic() + seconds
@@ -328,12 +336,12 @@ class StreamExecutor(Executor):
 
     @property
     def has_ended(self) -> bool:
-        """True: this executor has no threads; see `Executor.has_ended`."""
+        """True: this executor has no threads. It says nothing about what the device still does."""
         return True
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether the device has not finished everything started, or never will."""
+        """Whether the device has not finished everything started; True for ever once `interrupt` was called."""
         return self._interrupted or self._held is not None or self._device_is_busy
 
     @property
@@ -378,7 +386,7 @@ class StreamExecutor(Executor):
         self.failure_handler.fail(self.activity, range(self._size), error, first=give_up)
 
     def poison(self, bucket: Bucket) -> None:
-        """Makes the last bucket's average NaN if this rank aborts before it is done; see `Executor.poison`."""
+        """Has the device make one average of the last bucket NaN if this rank aborts before; see `Executor.poison`."""
         if bucket.flat.is_floating_point() and bucket.flat.numel():
             bucket.result().wait()  # done for the host since it was issued
             self._streams.verdict.apply_to(bucket.flat)
@@ -401,7 +409,7 @@ class StreamExecutor(Executor):
             raise RuntimeError(CLOSED)
 
     def _device_state(self) -> tuple[int, bool]:
-        """Returns what `FailureHandler` tells the other ranks about this one when a collective has failed.
+        """Returns the state of this rank that `FailureHandler` reports to the others when a collective has failed.
 
         By it they find, after a timeout, the rank that is behind and waits for no other.
 
@@ -418,13 +426,20 @@ class StreamExecutor(Executor):
 
 
 def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    """Returns the only tensor of a collective, as torch's own comm hooks do."""
+    """Returns the only tensor of a finished future, or raises its error; for `future.then(_only)`.
+
+    Args:
+        done: Finished future of a collective over one tensor.
+    """
     (tensor,) = done.value()
     return tensor
 
 
 def _advance(steps: ChunkSteps, phase: int) -> None:
-    """Runs a chunk on the current stream up to the phase of that index, or to its end."""
+    """Issues the collectives of a chunk on the current stream, up to the phase of index `phase`, or to its end.
+
+    The stream waits for each of them, not the host, unless a transport or a sparse sum blocks it.
+    """
     for transition in steps:
         for work in transition.works:
             work.wait()
