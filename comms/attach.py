@@ -112,7 +112,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _missing(model: nn.Module) -> TypeError | RuntimeError:
-    """Returns the error for a module that is no DDP model, with the reason and what to pass instead."""
+    """Makes the error about a module that is no DDP model, with the reason and what to pass instead; does not raise it.
+
+    A RuntimeError if torch.distributed is not initialised, unless the model is sharded; otherwise a TypeError.
+    """
     name = type(model).__name__
     if (why := why_no_ddp_hook(model)) is not None:
         return TypeError(f"`model` is {why}")
@@ -132,23 +135,23 @@ def _missing(model: nn.Module) -> TypeError | RuntimeError:
 
 
 def watch_scaler(state: HookState, scaler: LossScaler | None) -> None:
-    """Makes residuals follow a framework's loss scale.
+    """Makes the compressor rescale its residuals whenever a framework's GradScaler changes its scale.
 
     Args:
         state: State of the hook; nothing is done if it has no compressor.
-        scaler: The framework's GradScaler; None if it does not scale the loss.
+        scaler: The framework's GradScaler; None, if it does not scale the loss, does nothing.
     """
     if scaler is not None and state.config.compressor not in (None, "none"):
         state.watch(scaler)
 
 
 def save_own(state: HookState, place: str, save: Callable[[Checkpoint, str], None] = save_file) -> None:
-    """Adds this rank's file to a framework's checkpoint, unless the state is empty; without communication.
+    """Writes this rank's file of a framework's checkpoint, unless the state is empty; waits for no other rank.
 
     Args:
         state: State of the hook.
         place: Prefix of the file's path; see `rank_file`.
-        save: Writes (state dict, path).
+        save: Function that writes a state dict to a path; called as `save(state_dict, path)`.
     """
     if saved := state.state_dict():
         save(saved, rank_file(place, dist.get_rank()))
@@ -165,7 +168,7 @@ def load_own(state: HookState, place: str, load: Callable[[str], dict[str, objec
 
     Raises:
         FileNotFoundError: Other ranks have files, this one has none.
-        ValueError: A rank's file cannot be read, or does not fit the state.
+        ValueError: A rank's file cannot be read, raised on all ranks; or this rank's does not fit the state.
     """
     saved = find_own(place, load)
     if saved is not None:

@@ -77,8 +77,9 @@ _original = (
 def install() -> None:
     """Gives every DDP model that is made from now on the hook that GRADWIRE_HOOK names, if it can have one.
 
-    Models of FSDP2's `replicate()` get it at their first backward pass. Why a model cannot have it is logged, also if
-    no model has got it by the first optimizer step. A second call does nothing.
+    It replaces methods of torch's DistributedDataParallel. Models of FSDP2's `replicate()` get the hook at their first
+    backward pass. If a model cannot have it, or no model has it by the first optimizer step, a warning says why. A
+    second call does nothing.
     """
     init, register, register_builtin = _original
     if DistributedDataParallel.__init__ is not init:
@@ -129,7 +130,7 @@ def automatic_of(model: DistributedDataParallel) -> "HookState | None":
 
 
 def automatic_hook(automatic: Automatic, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Calls gradwire's hook for a bucket, or the hook that has replaced it; DDP calls this one.
+    """Calls gradwire's hook for a bucket, or the script's hook if that has replaced it; DDP calls this function.
 
     Args:
         automatic: Record of the model's hook.
@@ -147,7 +148,10 @@ def automatic_hook(automatic: Automatic, bucket: GradBucket) -> torch.futures.Fu
 
 
 def _add(model: DistributedDataParallel) -> None:
-    """Registers the automatic hook on a new DDP model, or logs why the model cannot have it."""
+    """Registers the automatic hook on a new DDP model, or logs why the model cannot have it.
+
+    Does nothing if GRADWIRE_HOOK is not set. Every rank of the model's group calls it, as the ranks connect here.
+    """
     config = Config.automatic()
     if config is None:
         return
@@ -173,7 +177,7 @@ def _add(model: DistributedDataParallel) -> None:
 def _report(automatic: Automatic) -> None:
     """Logs the report of a model's hook on rank 0; called when the model is freed or the process ends.
 
-    It logs nothing if the script's own hook has replaced this one, or if no step has ended.
+    Logs nothing on other ranks, if the script's own hook has replaced this one, or if no step has ended.
     """
     if automatic.own is None and automatic.state.steps and (found := automatic.state.report()).rank == 0:
         log.warning("%s, at the end:\n%s", AUTOMATIC, found)
@@ -226,7 +230,9 @@ def _why_not(model: DistributedDataParallel) -> str | None:
 
 
 def _check_for_models(optimizer: Optimizer, args: object, named: object) -> None:
-    """Logs once, before the first step of any optimizer, that no model got the hook, as with FSDP.
+    """Warns before the first step of any optimizer, once, if no model has got the hook, as with FSDP.
+
+    Logs nothing in a job of one process, nor if a reason was logged already.
 
     Args:
         optimizer: Optimizer that is about to step.

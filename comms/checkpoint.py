@@ -112,6 +112,8 @@ def pack(state: Mapping[str, StateValue], rank: int, size: int, dirty: bool) -> 
 def normalize(saved: Mapping[str, object]) -> Checkpoint:
     """Checks a saved checkpoint of any supported format, and returns it in the types that `pack` writes.
 
+    Logs a warning if its format has no checksums.
+
     Args:
         saved: Result of `pack` or `gather`, also if a serializer has made lists of its tuples; or a state dict of an
             old gradwire, whose keys did not carry the rank.
@@ -193,10 +195,10 @@ def refuse_other_kinds(state: Mapping[str, StateValue], kinds: Mapping[str, type
 
 
 def refuse_odd_numbers(state: Mapping[str, StateValue]) -> None:
-    """Refuses a rank's state with a number that no state is saved with: NaN, an infinity, or more than 64 bits.
+    """Refuses a rank's state with a number that no state is saved with: NaN, an infinity, or 64 bits and more.
 
     Args:
-        state: State dict of one rank; its tensors and texts are not looked at.
+        state: State dict of one rank; its tensors and texts are not checked.
 
     Raises:
         ValueError: It holds such a number; the message names its key.
@@ -211,7 +213,7 @@ def refuse_odd_numbers(state: Mapping[str, StateValue]) -> None:
 
 
 def without_job(saved: Checkpoint) -> list[StateDict]:
-    """Returns the state dict of each rank whose part is in a checkpoint.
+    """Returns the state dict of each rank whose part is in a checkpoint, in the order of its keys.
 
     The entry that is equal on all ranks, `JOB` (number of ranks, whether residuals are pending, format), is left out.
     """
@@ -229,12 +231,12 @@ _LIST: MessageType[tuple[str, _ListedValues]] = MessageType(tuple[str, _ListedVa
 _LIST_IN_2: MessageType[Mapping[str, Count | None]] = MessageType(Mapping[str, Count | None], most_nbytes=1 << 28)
 
 
-def _listed_values(key: str, said: object, number: int) -> _ListedValues:
+def _listed_values(key: str, listed: object, number: int) -> _ListedValues:
     """Parses the list of the values that a rank's entry was saved with: their keys, sizes and checksums.
 
     Args:
         key: Key of the rank's entry in the checkpoint.
-        said: Value under `ENTRIES` in the entry; text if the checkpoint is whole.
+        listed: Value under `ENTRIES` in the entry; text if the checkpoint is whole, None if it is missing.
         number: Version of the checkpoint's format, 2 or 3.
 
     Returns:
@@ -243,11 +245,11 @@ def _listed_values(key: str, said: object, number: int) -> _ListedValues:
     Raises:
         MessageError: There is no such list, it is damaged, or it is of another rank.
     """
-    if not isinstance(said, str):
+    if not isinstance(listed, str):
         raise MessageError("a rank's part does not list its entries")
     if number == 2:
-        return {name: (numel, None) for name, numel in _LIST_IN_2.read(said).items()}
-    crc, _, text = said.partition(" ")
+        return {name: (numel, None) for name, numel in _LIST_IN_2.read(listed).items()}
+    crc, _, text = listed.partition(" ")
     if crc != f"{_crc(text):08x}":
         raise MessageError("a rank's list of its entries has another checksum")
     of, found = _LIST.read(text)
@@ -308,7 +310,7 @@ def _numel(value: StateValue) -> int | None:
 
 
 def _elements(numel: int | None) -> str:
-    """Returns a result of `_numel` in words."""
+    """Describes a result of `_numel` for an error: `5 elements`, or `no tensor` for None."""
     return "no tensor" if numel is None else f"{numel} elements"
 
 
@@ -354,16 +356,16 @@ def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
 
 @runtime_checkable
 class GathersBytes(Protocol):
-    """Gathers bytes itself, as a group of elastic training does, whose ranks may change during the call."""
+    """Protocol of groups that gather bytes themselves, as in elastic training, where ranks may change meanwhile."""
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Returns the bytes of each rank; every rank calls it with its own."""
+        """Returns the bytes of each rank, in rank order; every rank calls it with its own, and waits for the others."""
 
 
 def gather(
     own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool, peer_wait: Callable[[], PeerWait] | None = None
 ) -> Checkpoint:
-    """Merges the parts of all ranks of a group into one checkpoint; every rank calls it.
+    """Merges the parts of all ranks of a group into one checkpoint; every rank calls it, and waits for the others.
 
     Args:
         own: Part of this rank, the result of `pack`.
@@ -393,22 +395,22 @@ def gather(
     return merged
 
 
-def _part(said: bytes) -> Checkpoint:
-    """Parses the part of another rank: tensors and plain values; nothing in it is run as code.
+def _part(packed: bytes) -> Checkpoint:
+    """Parses the part of another rank into tensors on the CPU and plain values; nothing in it is run as code.
 
     Args:
-        said: Bytes that the rank has written with `torch.save`.
+        packed: Bytes that the rank has written with `torch.save`.
 
     Raises:
-        ValueError: They are no part of a checkpoint.
+        ValueError: The bytes are no part of a checkpoint.
     """
     try:
-        found: object = torch.load(io.BytesIO(said), map_location="cpu", weights_only=True)
+        part: object = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"a rank has given no state: {f'{error}'.partition(chr(10))[0]}") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(part, Mapping):
         raise ValueError(NOT_OURS)  # noqa: TRY004 - bytes of another rank are a value, whatever their type
-    return {str(key): _entry(value) for key, value in found.items()}
+    return {str(key): _entry(value) for key, value in part.items()}
 
 
 def _watched(collect: Callable[[], list[bytes]], peer_wait: Callable[[], PeerWait] | None) -> list[bytes]:
@@ -417,8 +419,8 @@ def _watched(collect: Callable[[], list[bytes]], peer_wait: Callable[[], PeerWai
     Torch's own error for a lost rank does not name it, and some ranks get it only at the timeout.
 
     Args:
-        collect: Gathers bytes of all ranks.
-        peer_wait: Makes the check for ranks that have exited; None calls `collect` in this thread.
+        collect: Function that gathers bytes of all ranks. After an error about a rank, its thread is left behind.
+        peer_wait: Makes the check for ranks that have exited; None calls `collect` in this thread, without a check.
 
     Returns:
         The result of `collect`.
@@ -460,7 +462,7 @@ def rank_file(place: str, rank: int) -> str:
 
 
 def save_file(state: Checkpoint, path: str) -> None:
-    """Writes one rank's file into a local folder, which is created if it is missing.
+    """Writes one rank's file of a checkpoint, and makes its folder if that is missing.
 
     If this fails (with a full disk, say) or the process ends meanwhile, an earlier file stays as it was.
 
@@ -477,7 +479,7 @@ def save_file(state: Checkpoint, path: str) -> None:
 
 
 def load_file(path: str) -> dict[str, object]:
-    """Reads a file that `save_file` has written; its content is still to be checked by `normalize`.
+    """Reads a file that `save_file` has written, with its tensors on the CPU; `normalize` has to check the content.
 
     Args:
         path: Result of `rank_file`.
@@ -505,11 +507,11 @@ def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -
         load: Reads a file; raises FileNotFoundError if there is none.
 
     Returns:
-        Content of the file; None if no rank has a file, because the checkpoint was written without gradwire or without
-        a compressor.
+        Content of the file, unchecked; None if no rank has a file, because the checkpoint was written without gradwire
+        or without a compressor.
 
     Raises:
-        FileNotFoundError: This rank finds no file, and others do.
+        FileNotFoundError: This rank finds neither its file nor rank 0's, and others find one.
         ValueError: A rank's file cannot be read; raised on all ranks.
     """
     # Load this rank's file, or else rank 0's. An error is kept until the other ranks know of it.
@@ -540,10 +542,10 @@ def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -
 
 
 def _entry(value: object) -> Entry:
-    """Returns an entry of a loaded checkpoint as a tuple of (key, value) tuples, of which a serializer may make lists.
+    """Returns an entry of a loaded checkpoint as a tuple of (key, value) tuples, also if a serializer has made lists.
 
     Raises:
-        ValueError: It does not consist of such pairs.
+        ValueError: The entry does not consist of such pairs.
     """
     if not isinstance(value, Sequence) or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in value):
         raise ValueError(NOT_OURS)

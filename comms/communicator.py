@@ -225,7 +225,7 @@ class Communicator:
         return replace(own, port=server.port, addresses=tuple(own_addresses(store_host)))
 
     def _make_executor(self, name: str, cluster: Cluster, on_cuda: "MakesKind | None") -> Executor:
-        """Makes the executor of this device: streams on CUDA, lanes on a CPU. The only place that chooses one.
+        """Makes the executor of this device: one of side streams on CUDA, one of worker threads on a CPU.
 
         Args:
             name: Name of its threads.
@@ -258,21 +258,21 @@ class Communicator:
 
     @property
     def ended(self) -> FindExited | None:
-        """Function that takes ranks and returns those that have exited or left this communicator.
+        """Function that takes ranks, and returns those of them that have exited or left this communicator.
 
-        None after the ranks of an elastic job have changed: their liveness rings find such ranks.
+        None after the ranks of an elastic job have changed: then a ring of heartbeats finds them.
         """
         return self._groups.ended
 
     def peer_wait(self) -> PeerWait:
-        """Returns a new check for failed ranks of this communicator, to be polled during a blocking wait.
+        """Returns a new check for failed ranks of this communicator, which a blocking wait calls from time to time.
 
         It is for operations that report no failures to the other ranks themselves, such as making gloo groups. When it
         finds a rank that has exited, it makes the other ranks abort with the reason, even without the store.
         """
-        found = self._groups.peer_wait(range(self.size))
-        found.notify = partial(self._reporter.signal_abort, directly=True)
-        return found
+        check = self._groups.peer_wait(range(self.size))
+        check.notify = partial(self._reporter.signal_abort, directly=True)
+        return check
 
     @property
     def clock(self) -> "Clock":
@@ -285,19 +285,19 @@ class Communicator:
         return self.rank_plans.cluster
 
     def connect(self, nbytes: int, sparse_nbytes: int = 0) -> None:
-        """Connects the transports that buckets of `nbytes` need, while the process that serves the store is alive.
+        """Connects the transports that buckets of `nbytes` need, and waits for all ranks, which call it at one point.
 
-        All ranks call it at the same point of the sequence of collectives, after the plans are fixed. Sets of ranks
-        are connected in the same order everywhere, so that uneven nodes do not wait for each other in a cycle. A plan
-        chosen later connects further transports at its first bucket.
+        The point is one of the sequence of collectives, after the plans are fixed. Sets of ranks are connected in the
+        same order everywhere, so that uneven nodes do not wait for each other in a cycle. A plan chosen later connects
+        further transports at its first bucket.
 
         Args:
-            nbytes: Size of a bucket; any size if the plans are fixed.
-            sparse_nbytes: Size of the largest parameter whose gradient is sparse; 0 if there is none.
+            nbytes: Bytes of a bucket; any number if the plans are fixed.
+            sparse_nbytes: Bytes of the largest parameter whose gradient is sparse; 0 if there is none.
 
         Raises:
-            CollectiveError: A rank did not join within the time-out, this torch has no NCCL, or any other reason; the
-                other ranks learn of it.
+            CollectiveError: A rank did not join within the time-out, this torch has no NCCL, or any other reason; it is
+                reported to the other ranks.
         """
         executor = self.executor
         before = executor.activity
@@ -326,7 +326,7 @@ class Communicator:
     def all_reduce(
         self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None, flush: bool = False
     ) -> FutureTensor:
-        """Sums `scale * flat` over all ranks, in place.
+        """Starts summing `scale * flat` over all ranks, in place, and returns a future of the result.
 
         Args:
             flat: 1-D and contiguous, on this communicator's device, of the same size and dtype on all ranks. Must not
@@ -336,8 +336,9 @@ class Communicator:
             flush: Whether to send uncompressed, with the compressor's residuals added.
 
         Returns:
-            A future whose value is `flat`. If the collective fails, waiting raises a RuntimeError with the text of the
-            CollectiveError. Callbacks of the future must not issue collectives.
+            A future whose value is `flat`. On a CPU, if the collective fails, waiting raises a RuntimeError with the
+            text of the CollectiveError. On CUDA waiting makes the current stream wait, not the host, and a failure is
+            raised by a later call. Callbacks of the future must not issue collectives.
 
         Raises:
             ValueError: `flat` is not flat or on another device, `layout` has another size, or integers have a factor.
@@ -352,18 +353,18 @@ class Communicator:
     def start(
         self, all_reduce: AllReduce, *, scale: float = 1.0, after: float = 1.0, flush: bool = False, hold: bool = False
     ) -> None:
-        """Starts an all-reduce and returns at once; completes the futures of its buckets at the end.
+        """Starts an all-reduce and returns at once; the futures of its buckets are completed when it ends.
 
         On CUDA it first connects, and waits for that, if `connect` was not called. If the layout of a compressed bucket
-        has changed, the compressor's state is moved before.
+        has changed, the compressor's state is moved between the ranks of the node before.
 
         Args:
             all_reduce: The tensors and their buckets.
             scale: Factor on every rank's contribution; 1 for integers.
             after: Factor on the sum; 1 for integers.
             flush: True sends uncompressed, with the compressor's residuals added.
-            hold: Whether its last phases may wait for the next all-reduce or `release`, which on CUDA keeps the links
-                between the nodes busy.
+            hold: Whether its last phases may be deferred until the next all-reduce or `Executor.release`, on CUDA only:
+                that keeps the links between the nodes busy.
 
         Raises:
             ValueError: A tensor is not flat, on another device, or does not fit its layout, or integers have a factor.
@@ -401,7 +402,7 @@ class Communicator:
             bucket: Bucket of a floating-point tensor in layout torch.sparse_coo, of the same shape and dtype on all
                 ranks. Its future is completed with a new, coalesced tensor.
             scale: Factor on every rank's contribution.
-            as_dense: Whether rows are sent between nodes as a dense tensor; "auto" if that takes fewer bytes.
+            as_dense: Whether a dense tensor is sent between nodes, not the rows; "auto" if that takes fewer bytes.
 
         Raises:
             TypeError: The tensor has another layout, or is not floating-point.
@@ -424,13 +425,17 @@ class Communicator:
     def exclusive(self) -> AbstractContextManager[None]:
         """Makes a context for reading or changing a compressor's state outside of an all-reduce.
 
-        On CUDA its work runs on a side stream, after all earlier all-reduces and before all later ones; the stream that
-        computes does not wait for it. Does nothing on a CPU, where the caller has waited for all all-reduces.
+        On CUDA its work runs on a side stream, after all earlier all-reduces and before all later ones. Neither the
+        host nor the stream that computes waits for it: call `sync_current_stream` before that stream uses what it has
+        changed. Does nothing on a CPU, where the caller has to wait for all all-reduces first.
+
+        Raises:
+            CollectiveError: On CUDA: an all-reduce has failed, or another rank has exited; the block does not run.
         """
         return self.executor.exclusive()
 
     def sync_current_stream(self) -> None:
-        """Makes the current CUDA stream wait for everything issued so far; does nothing on a CPU."""
+        """Makes the current CUDA stream, not the host, wait for everything issued so far; does nothing on a CPU."""
         self.executor.sync_current_stream()
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
@@ -460,9 +465,13 @@ class Communicator:
         The first call connects it, unless that has been done already, and waits for the other members.
 
         Args:
-            lane: Lane that no plan uses, so that its transports are the caller's own; one thread at a time. For
-                measurements, while nothing is in flight, also a lane of plans.
-            members: Ranks of this communicator, in the same order on all of them.
+            lane: Key of the transport besides its members, see `lanes.Lane`: one that no plan uses, so that the
+                transport is the caller's own, for one thread at a time. While nothing is in flight, for measurements,
+                also one that plans use.
+            members: Ranks of this communicator, with this one, in the same order on all of them.
+
+        Raises:
+            RuntimeError: The members could not connect.
         """
         return self._groups[lane, members]
 
@@ -486,7 +495,7 @@ class Communicator:
                 and the group stays usable.
 
         Raises:
-            CollectiveError: It failed, or another rank has aborted.
+            CollectiveError: The collective failed, or another rank has aborted; the group cannot be used afterwards.
             UnfinishedError: `seconds` have passed, and the collective is still in flight.
             RuntimeError: It was refused, if it is `refusable`.
         """
@@ -555,9 +564,10 @@ class Communicator:
         )
 
     def abort(self, reason: str) -> None:
-        """Ends the waits of other ranks for this one, and publishes the reason. Any thread.
+        """Makes all collectives of this communicator fail, on all ranks, and publishes the reason. Any thread.
 
-        Ranks in shared memory or NCCL are woken at once; all others, also those still connecting, by the abort signal.
+        Ranks in shared memory or NCCL are woken at once. All others, also those still connecting, find the abort signal
+        in the store about once a second.
 
         Args:
             reason: Sentence for the errors of the other ranks.
@@ -567,7 +577,7 @@ class Communicator:
         self._reporter.signal_abort(reason)
 
     def abandon(self, reason: str) -> None:
-        """Aborts everything in flight and closes gloo's connections, without an abort signal. Any thread.
+        """Aborts what is in flight on this rank and closes gloo's connections, without an abort signal. Any thread.
 
         For elastic training, in which the same ranks connect again: closed connections end the waits for this rank.
 
@@ -580,9 +590,9 @@ class Communicator:
         self._groups.disconnect()
 
     def leave_to_parent(self) -> None:
-        """Keeps a forked child's copy of this object alive until the child exits, so that no destructor runs.
+        """Keeps the copy of this object in a forked child alive until the child exits, so that no destructor runs.
 
-        Those of gloo would wait for threads, which only the parent has.
+        Destructors of gloo would wait for threads, which only the parent has. Called in the child.
         """
         _of_parent.append(self)
 
@@ -591,7 +601,7 @@ class Communicator:
 
         Args:
             seconds: Longest wait. None waits 5 s on a CPU; on CUDA up to the timeout, as long as the other ranks are
-                alive. All-reduces that are unfinished then fail, see `Executor.close`.
+                alive. All-reduces that are unfinished then are given up, see `Executor.close`.
         """
         if self in _of_parent:
             return
@@ -607,7 +617,7 @@ class Communicator:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether no thread writes to tensors of earlier all-reduces after `close`."""
+        """Whether, after `close`, no thread can write to tensors of earlier all-reduces any more."""
         return self.executor.has_ended and self._groups.drained
 
     @property
@@ -635,11 +645,11 @@ def _check(flat: Tensor, scale: float, device: torch.device) -> None:
 
     Args:
         flat: Tensor of an all-reduce.
-        scale: Factor on it.
+        scale: Product of the factors on it.
         device: Device of the communicator.
 
     Raises:
-        ValueError: It is refused.
+        ValueError: The tensor is refused.
     """
     if flat.device != device and (flat.device.type != device.type or device.index is not None):
         raise ValueError(
@@ -656,7 +666,7 @@ def _check(flat: Tensor, scale: float, device: torch.device) -> None:
 
 
 def _peer_table(peer_infos: PeerInfos, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
-    """Makes the table by which this rank asks other ranks' probe servers whether their processes live.
+    """Makes the table of addresses at which this rank asks other ranks' probe servers whether their processes live.
 
     Args:
         peer_infos: Facts that each rank has published, among them the address of its probe server.
@@ -696,7 +706,7 @@ def exchange_addresses(group: dist.ProcessGroup, config: Config) -> Communicator
 
 
 def _ended_of(group: dist.ProcessGroup | None) -> FindExited | None:
-    """Returns a function that finds exited ranks of a group; None if there is none.
+    """Returns a function that takes ranks of a group and returns those that have exited; None if there is none.
 
     There is one for a group for which `exchange_addresses` was called, and for a group of the backend "gradwire".
     """
@@ -730,7 +740,7 @@ def _find_exited_of(group: dist.ProcessGroup | None, global_ranks: Sequence[int]
 
 
 def _leave(server: ProbeServer, generation: str, rank: int) -> None:
-    """Stops answering probes as a rank of a generation.
+    """Stops answering the probes of other ranks as a rank of a generation, so that they count it as having left.
 
     Args:
         server: Probe server of this process; closed.
@@ -744,7 +754,7 @@ def _leave(server: ProbeServer, generation: str, rank: int) -> None:
 def _ring(
     executor: Executor, store: PollingStore, rank: int, size: int, reporter: FailureReporter
 ) -> "LivenessRing | None":
-    """Makes the liveness ring on CUDA, where waits on the device do not notice that a rank has exited.
+    """Makes the ring of heartbeats on CUDA, where waits on the device do not notice that a rank has exited.
 
     Args:
         executor: Executor of the device, which the ring interrupts if a rank fails.
@@ -768,9 +778,9 @@ def _ring(
 def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
     """Gives all nodes the state that decodes the payloads of a bucket, after the placement of ranks has changed.
 
-    The ranks of a node keep different elements of it, and all nodes the same ones. With another placement some elements
-    are missing on a node and others are there twice. Afterwards the first rank of each node has all of them, or every
-    rank if each compresses the whole bucket. Every rank calls it.
+    The ranks of a node keep different elements of that state, and all nodes the same ones. With another placement some
+    elements are missing on a node and others are there twice. Afterwards the first rank of each node has all of them,
+    or every rank if each compresses the whole bucket. Every rank calls it, and waits for the others.
 
     Args:
         ranks: Communicator, whose compressor's state is changed.
@@ -794,7 +804,7 @@ def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
 
 
 def _state_layouts(compressor: Compressor | None, *, loaded: bool, as_saved: bool = True) -> "StateLayouts | None":
-    """Makes the record of the layouts that a compressor has state for; None without a compressor.
+    """Makes a new record of the bucket layouts that a compressor has state for; returns None without a compressor.
 
     Args:
         compressor: The compressor.
@@ -809,7 +819,7 @@ def _state_layouts(compressor: Compressor | None, *, loaded: bool, as_saved: boo
 
 
 def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int] | None:
-    """Returns what decides the number of TCP connections between two nodes.
+    """Returns the function that decides the number of TCP connections between two nodes.
 
     Args:
         config: Configuration, with a fixed number or none.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.comms.checkpoint import INSTEAD, PREFIX, refuse_odd_numbers, refuse_other_kinds
 from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
-from gradwire.comms.resume import COLUMNS, to_rows
+from gradwire.comms.resume import COLUMNS, encode_all_reduces
 from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.streams import LateFlag
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue, traits_of
@@ -76,7 +76,7 @@ class Compression:
         self.loss_scale = LossScale(self.compressor.rescale)
         self._undecided: tuple[LateFlag, bool] | None = None
         self._last_layouts: list[Layout] = []
-        self._saved_rows: Tensor | None = None
+        self._saved_all_reduces: Tensor | None = None
         self._dirty = False
 
     @property
@@ -120,23 +120,26 @@ class Compression:
         """Returns the norm of this rank's residuals, in units of the gradients without loss scale."""
         return math.sqrt(traits_of(self.compressor).residual_square()) / (float(self.loss_scale.value) or 1.0)
 
-    def take_saved_rows(self) -> Tensor | None:
-        """Returns the all-reduces that a just loaded checkpoint names, in the encoding of `Resume`, and forgets them.
+    def take_saved_all_reduces(self) -> Tensor | None:
+        """Returns the all-reduces of the step before a loaded checkpoint, and forgets them.
 
-        None if no checkpoint was loaded since the last call.
+        Returns:
+            Result of `encode_all_reduces`; None if no checkpoint was loaded since the last call, or it names none.
         """
-        saved, self._saved_rows = self._saved_rows, None
+        saved, self._saved_all_reduces = self._saved_all_reduces, None
         return saved
 
     def end_step(self, buckets: Sequence[Bucket], layouts: Sequence[Layout]) -> None:
         """Waits for the step's buckets and commits the changes of state, or drops them if an average is not finite.
+
+        It is for CPUs; on CUDA `end_step_on_device` does it without a wait.
 
         Args:
             buckets: Buckets of the step.
             layouts: Layout of each all-reduce, in the order in which they were started.
 
         Raises:
-            BaseException: Error of a bucket's all-reduce.
+            BaseException: Error of a bucket's all-reduce; then nothing is committed or dropped.
         """
         verdicts = [is_finite(_wait(bucket)) for bucket in buckets]
         self.decide(all(verdicts), layouts)
@@ -155,7 +158,7 @@ class Compression:
             self.flushing = False
 
     def end_step_on_device(self, extremes: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
-        """Does what `end_step` does on CUDA: the device decides, and the host reads the decision one step later.
+        """Commits or drops the changes of state on CUDA: the device decides, and the host reads it one step later.
 
         The current stream must come after the all-reduces of this step and before those of the next one. State that
         only the host keeps (numbers of steps, whether residuals were flushed) is corrected then, by
@@ -191,7 +194,10 @@ class Compression:
         self.compressor.end_step(finite)
 
     def resolve_last_step(self) -> None:
-        """Reverts the host's counters of the last step if the device has dropped it; waits for its decision."""
+        """Reverts the host's counters of the last step if the device has dropped that step; waits for its decision.
+
+        Does nothing on a CPU, or if the decision was read already.
+        """
         if self._undecided is None:
             return
         (flag, flushed), self._undecided = self._undecided, None
@@ -212,17 +218,17 @@ class Compression:
     def state_dict(self) -> StateDict:
         """Returns the state of this rank for a checkpoint: of the compressor, the loss scale and the last all-reduces.
 
-        After a load, these are the loaded all-reduces until a step takes them (`take_saved_rows`). On CUDA it waits
-        until the device has decided about the last step.
+        After a load, these are the loaded all-reduces until a step takes them (`take_saved_all_reduces`). On CUDA it
+        waits until the device has decided about the last step.
         """
         self.resolve_last_step()
-        rows = to_rows(self._last_layouts) if self._saved_rows is None else self._saved_rows.clone()
+        saved = self._saved_all_reduces
         own: StateDict = {
             PREFIX + "rank": self._rank,
             PREFIX + "size": self._size,
             PREFIX + "dirty": int(self._dirty),
             PREFIX + "loss_scale": float(self.loss_scale.value),
-            PREFIX + "transfers": rows,
+            PREFIX + "transfers": encode_all_reduces(self._last_layouts) if saved is None else saved.clone(),
             PREFIX + "placement": self.placement,
         }
         return own | self.compressor.state_dict()
@@ -263,7 +269,7 @@ class Compression:
         # Keep the all-reduces for the next step, and the facts that ranks compare.
         self.as_saved = placement == self.placement
         self._undecided = None
-        self._saved_rows = rows if rows.numel() else None
+        self._saved_all_reduces = rows if rows.numel() else None
         facts = self.progress() | {"placement": placement, "transfers": str(rows.tolist())}
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": _shortly(str(value)) for key, value in facts.items()}
 
@@ -286,12 +292,12 @@ def refuse_not_finite(state: Mapping[str, StateValue]) -> None:
 
 
 def _shortly(text: str) -> str:
-    """Returns a text; of a long one its beginning and a hash of all of it."""
+    """Shortens a text for an error: of one with more than 24 characters, its beginning and a hash of all of it."""
     return text if len(text) <= SHORT else f"{text[:SHORT]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def _wait(bucket: Bucket) -> Tensor:
-    """Waits for a bucket's average and returns it, or raises the error of its all-reduce."""
+    """Blocks until a bucket's average is there, on a CPU, and returns it, or raises the error of its all-reduce."""
     assert bucket.future is not None
     value = bucket.future.wait()
     if isinstance(value, BaseException):
@@ -309,7 +315,7 @@ job, torch 2.13.0+cpu, 2026-11-22). One thread of torch takes 112 where the pass
 
 
 def is_finite(flat: Tensor) -> bool:
-    """Returns whether all elements of a tensor are finite; in one pass and without a temporary.
+    """Returns whether all elements of a tensor are finite; waits for the device if it is on CUDA.
 
     Args:
         flat: Floating-point tensor; of a sparse one, the stored values count. True if it has no elements.

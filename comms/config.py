@@ -89,6 +89,10 @@ class PlanChoice(OptionGroup):
 
     The option `plan` takes the value of `name`, or a mapping with some of the names `name` and `chunks`.
 
+    Attributes:
+        name: `auto`, `flat`, `hierarchical` or `leader`.
+        chunks: Chunks that a bucket is cut into so that the phases of a plan overlap; 0 lets the planner choose.
+
     Raises:
         TypeError: `chunks` is no int.
         ValueError: There is no such plan, or `chunks` is negative or more than `MOST_CHUNKS` (1024).
@@ -179,24 +183,31 @@ def _check_kinds(options: object, kinds: Mapping[str, type]) -> None:
             raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {kind.__name__}")
 
 
-def _check_switch(options: object, name: str, what: str) -> None:
+def _check_switch(options: object, name: str, wanted: str) -> None:
     """Refuses an option that is neither a bool nor a text with characters.
 
     Args:
         options: Object with the options as attributes.
         name: Name of the option.
-        what: Allowed values, as text for the error.
+        wanted: Allowed values, as text for the error.
 
     Raises:
         TypeError: The option is refused.
     """
     if not isinstance(value := getattr(options, name), bool | str) or value == "":
-        raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {what}")
+        raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """Options of connections and collectives; the hook, the backend, `Outer` and `fsdp.apply` take all of them."""
+    """Holds the options of connections and collectives, which the hook, the backend, `Outer` and `fsdp.apply` take.
+
+    `Config` inherits them. They are checked when an object is made.
+
+    Raises:
+        TypeError: The value of an option has the wrong type.
+        ValueError: The value of an option does not fit.
+    """
 
     plan: "PlanChoice | str | Mapping[str, object]" = field(default_factory=PlanChoice)
     """Plan of the all-reduces: `auto`, `flat`, `hierarchical` or `leader`; or a mapping such as
@@ -291,7 +302,7 @@ class Planning:
         return int(self.transport.partition(":")[2] or 0)
 
     def with_timeout_of(self, group: timedelta) -> Self:
-        """Returns a copy with a process group's timeout; returns this object if it has a timeout of its own.
+        """Returns a copy with a process group's timeout; returns this object itself if it has a timeout of its own.
 
         Args:
             group: Timeout of the process group.
@@ -301,7 +312,10 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True)
 class Compressing:
-    """Options of compression between nodes."""
+    """Holds the options of compression between nodes, a part of `Config`; a ValueError if there is no such compressor.
+
+    Options of the compressor and rules are not checked here, but when the compressor is made.
+    """
 
     compressor: str | None = None
     """Name of the compressor for the phase between nodes; None is exact."""
@@ -320,7 +334,7 @@ class Compressing:
 
 @dataclass(frozen=True, kw_only=True)
 class Summing:
-    """Option that decides how the ranks' gradients are combined."""
+    """Holds the option that decides how the ranks' gradients are combined, a part of `Config`; see `Reduction`."""
 
     reduction: "Reduction | str | Mapping[str, object]" = field(default_factory=Reduction)
     """Reduction of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks), `samples`, or a
@@ -337,10 +351,11 @@ class Summing:
 
 @dataclass(frozen=True, kw_only=True)
 class Fusing:
-    """Option that decides which buckets are sent together: a finite number of MiB, 0 or more, or a text.
+    """Holds the option that decides which buckets are joined into one all-reduce, a part of `Config`.
 
-    The text is `bucket`, `auto`, `delayed`, or a file for cuts whose name ends with `.json`; `auto` and the file may be
-    followed by a colon and a number of MiB: `auto:25`, `cuts.json:25`. Everything else is a ValueError.
+    It is a finite number of MiB, 0 or more, or a text: `bucket`, `auto`, `delayed`, or a file for cuts whose name ends
+    with `.json`; `auto` and the file may be followed by a colon and a number of MiB: `auto:25`, `cuts.json:25`.
+    Everything else is a ValueError.
     """
 
     fusion: str | float = BUCKET
@@ -359,13 +374,13 @@ class Fusing:
 
     @property
     def fusion_mb(self) -> float:
-        """MiB that buckets are joined up to, as long as nothing better is known."""
+        """MiB that buckets are joined up to, as long as no cuts are known; 0 joins none."""
         _, mebibytes = _fusion_parts(self.fusion)
         return float(mebibytes or 0) if isinstance(self.fusion, str) else float(self.fusion)
 
     @property
     def fuses(self) -> bool:
-        """Whether the grouping of buckets into all-reduces may change from step to step."""
+        """Whether several buckets may be joined into one all-reduce, in some step."""
         return self.fusion_mb > 0 or self.fusion == DELAYED or self.learns_cuts
 
     @property
@@ -382,7 +397,12 @@ class Fusing:
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """Options of warnings and traces during training."""
+    """Holds the options of warnings and traces during training, a part of `Config`.
+
+    Raises:
+        TypeError: `straggler_every` is no int, or `trace` neither a file nor (file, steps).
+        ValueError: A number is out of range, or `nvtx` is given with a number of steps.
+    """
 
     straggler_every: int = 50
     """Most steps between two exchanges of arrival times, which name a straggler; 0 exchanges none. A summary of four
@@ -434,7 +454,12 @@ class Watching:
 
 @dataclass(frozen=True, kw_only=True)
 class Surviving:
-    """Option that decides what happens when a rank fails."""
+    """Holds the option that decides what happens when a rank fails, a part of `Config`.
+
+    Raises:
+        TypeError: `elastic` is neither a bool nor a text.
+        ValueError: The text is not HOST:PORT.
+    """
 
     elastic: bool | str = False
     """Whether training continues with the other ranks after a rank or a node fails; see
@@ -447,12 +472,12 @@ class Surviving:
 
     @property
     def join(self) -> str | None:
-        """HOST:PORT of the running job that this process joins; None starts one."""
+        """HOST:PORT of the store of the running job that this process joins; None if it joins none."""
         return self.elastic if isinstance(self.elastic, str) else None
 
 
 def _names_of(part: type) -> tuple[str, ...]:
-    """Returns the names of the options in one part of `Config`."""
+    """Returns the names of the options in one part of `Config`, in the order of its fields."""
     return tuple(entry.name for entry in dataclasses.fields(part))
 
 
@@ -481,7 +506,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         self._check_sums()
 
     def _check_sums(self) -> None:
-        """Refuses two combinations of options, by a ValueError.
+        """Raises a ValueError for two combinations of options that exclude each other.
 
         They are the reduction's `sum_dtype="float32"` with a compressor other than `none`, and the reduction `samples`
         with `elastic`.
@@ -503,7 +528,8 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         """Builds a configuration from `options` and the environment; an option wins over its variable.
 
         Also the option `compressor=None` wins over GRADWIRE_COMPRESSOR, which is logged. The option `elastic=True` does
-        not win over a HOST:PORT in GRADWIRE_ELASTIC, which names the running job that is joined.
+        not win over a HOST:PORT in GRADWIRE_ELASTIC, which names the running job that is joined. A variable whose name
+        is nearly one of gradwire's is warned of, once.
 
         The variable of a field is `GRADWIRE_<NAME>`, for `timeout` it is `GRADWIRE_TIMEOUT_SECONDS`; an empty one is
         not set. Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; `compressor_options` is a JSON
@@ -513,9 +539,9 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
             **options: Fields by name.
 
         Raises:
-            TypeError: An option has an unknown name.
-            ValueError: A value does not fit; the message names the option or the variable. Or there are
-                `compressor_options` and no compressor.
+            TypeError: An option has an unknown name, or its value has the wrong type.
+            ValueError: A value does not fit; the message names the option or the variable. Or `compressor_options` or
+                `rules` are among `options`, and no compressor is set.
         """
         known = {known_field.name for known_field in dataclasses.fields(cls)}
         for name in options:
@@ -547,14 +573,14 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
 
     @classmethod
     def given(cls, config: "Config | None", options: Mapping[str, object]) -> "Config":
-        """Returns the configuration for an entry point.
+        """Returns `config` itself, or builds a configuration from `options` and the environment if it is None.
 
         Args:
             config: A complete configuration; None builds one from `options` and the environment.
             options: Options by name.
 
         Raises:
-            TypeError: Both are given, or an option has an unknown name.
+            TypeError: Both are given, or an option has an unknown name or a value of the wrong type.
             ValueError: A value does not fit; see `from_env`.
         """
         if config is not None and options:
@@ -588,7 +614,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         return cls.from_env(compressor=name)
 
     def asked_for(self, names: Sequence[str]) -> list[str]:
-        """Returns those of the named options whose value is not the default, in order.
+        """Returns those of the named options whose value is not the default, in the order of `names`.
 
         `nic_bytes_per_second="assume"` does not count: it only leaves out a measurement that is made by default.
 
@@ -602,7 +628,11 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         return Config(**{name: getattr(self, name) for name in names})
 
     def shared(self) -> dict[str, str]:
-        """Returns option's name -> value as text, for all options that must be equal on all ranks."""
+        """Returns name -> value as text of the options that must be equal on all ranks.
+
+        `hostname` is left out. A rate, a file of cuts and the address in `elastic`, which each rank has for itself, are
+        replaced by a text that says only that there is one.
+        """
         names = [entry.name for entry in dataclasses.fields(self) if entry.name != "hostname"]
         values = {name: getattr(self, name) for name in names}
         if self.given_rate is not None:
@@ -632,7 +662,7 @@ def _warn_of_misspelt() -> None:
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
-    """Returns the error message about an option that does not exist, with the nearest name and all names.
+    """Returns the text of an error about an option that does not exist, with the nearest name and all names.
 
     Args:
         name: Name that was given.
@@ -645,25 +675,28 @@ def _unknown(name: str, known: Sequence[str]) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str | None:
-    """Returns the known name most like a misspelt one, by its letters or its first words; None if none is near."""
+    """Returns the known name most like a misspelt one, by its letters or its first words; None if none is similar."""
     begun = [each for each in known if each.startswith(f"{name}_")]  # TIMEOUT for TIMEOUT_SECONDS
     near = begun or get_close_matches(name, known, 1, NEARLY)
     return next(iter(near or [each for each in known if name.startswith(f"{each}_")]), None)
 
 
 def _fusion_parts(fusion: str | float) -> tuple[str, str]:
-    """Splits the option `fusion` at its colon.
+    """Splits the option `fusion` at its colon into two texts; neither is checked.
+
+    Args:
+        fusion: Value of the option, such as `auto:25`, `cuts.json:25`, `delayed`, or a number of MiB.
 
     Returns:
-        (text before the colon: a word, a file, or the number itself; MiB after it up to which buckets are joined until
-        cuts are known, empty if there is no colon).
+        (the text before the colon, or the whole value as text if it has none; the text after it: the MiB up to which
+        buckets are joined until cuts are known; empty if there is no colon).
     """
     kind, _, mebibytes = str(fusion).partition(":")
     return kind, mebibytes
 
 
 def _check_fusion(fusion: str) -> None:
-    """Refuses a text that is no value of the option `fusion`, by a ValueError."""
+    """Raises a ValueError for a text that is no value of the option `fusion`."""
     kind, mebibytes = _fusion_parts(fusion)
     looks = kind == AUTO_FUSION or (kind.endswith(CUTS_SUFFIX) and kind != CUTS_SUFFIX)
     try:
@@ -678,7 +711,7 @@ def _check_fusion(fusion: str) -> None:
 
 
 def asks(name: str, value: object) -> bool:
-    """Returns whether a value of an option differs from the default; see `Config.asked_for`.
+    """Returns whether a value of an option differs from its default, but for `nic_bytes_per_second="assume"`.
 
     Args:
         name: Name of the option.
@@ -700,10 +733,10 @@ def automatic_hook_wanted() -> bool:
 
 
 def unused_variables() -> dict[str, str]:
-    """Returns the variables of options that are set although nothing of gradwire that takes options is in use yet.
+    """Returns name -> value of the variables of options that are set while nothing of gradwire that reads them is used.
 
-    There are none once a `Config` was made, and if GRADWIRE_HOOK is set. GRADWIRE_HOSTNAME does not count: it also says
-    which emulated node a process is on.
+    Empty once this process has made a `Config`, and if GRADWIRE_HOOK is set. GRADWIRE_HOSTNAME does not count: it also
+    says which emulated node a process is on.
     """
     if _made or automatic_hook_wanted():
         return {}
@@ -719,7 +752,7 @@ def _plain(value: object) -> str:
 
 
 def _check_compressor(name: str) -> None:
-    """Refuses a name that no compressor has, by a ValueError."""
+    """Raises a ValueError for a name that no compressor has."""
     from gradwire.compressors.registry import (
         options_of,  # here: it needs torch, and commands without torch read this file
     )
@@ -728,13 +761,13 @@ def _check_compressor(name: str) -> None:
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuses the value of an option that is none of its choices, by a ValueError."""
+    """Raises a ValueError for a value of an option that is none of its choices."""
     if value not in choices:
         raise ValueError(f"`{name}` is {value!r}; wanted one of {', '.join(choices)}")
 
 
 def _check_transport(text: str) -> None:
-    """Refuses a text that is no value of the option `transport`, by a ValueError."""
+    """Raises a ValueError for a text that is no value of the option `transport`."""
     name, colon, number = text.partition(":")
     _check_choice("transport", name, TRANSPORTS)
     if colon and not (name in TCP_TRANSPORTS and number.isascii() and number.isdigit() and 1 <= int(number) <= 256):
@@ -745,7 +778,12 @@ def _check_transport(text: str) -> None:
 
 
 def _check_rate(value: object) -> None:
-    """Refuses a value of `nic_bytes_per_second` that is neither a positive number, a word of `RATES`, nor None."""
+    """Refuses a value of `nic_bytes_per_second` that is neither a positive number, `measure`, `assume`, nor None.
+
+    Raises:
+        TypeError: The value has another type.
+        ValueError: The number is not positive and finite, or the text another word.
+    """
     wanted = f"wanted a number of bytes per second > 0, {' or '.join(RATES)}, or None"
     if isinstance(value, bool) or not isinstance(value, float | int | str | None):
         raise TypeError(f"`nic_bytes_per_second` is {value!r} ({type(value).__name__}); {wanted}")
@@ -789,14 +827,18 @@ def _switch(text: str) -> bool:
 
 
 def _rate(text: str) -> str | float | None:
-    """Parses GRADWIRE_NIC_BYTES_PER_SECOND: a number, a word of `RATES`, or `auto`, which is None."""
+    """Parses GRADWIRE_NIC_BYTES_PER_SECOND: a number, `measure`, `assume`, or `auto`, for which it returns None.
+
+    Raises:
+        ValueError: The text is none of these; the message says what was wanted.
+    """
     if (word := text.lower()) in ("auto", *RATES):
         return None if word == "auto" else word
     return _reader(float, f"a number of bytes per second, {', '.join(RATES)} or auto")(text)  # type: ignore[return-value]
 
 
 def _number_or_word(text: str) -> str | float:
-    """Parses a number; returns any other text as it is."""
+    """Parses GRADWIRE_FUSION: returns a number as a float, and any other text as it is."""
     try:
         return float(text)
     except ValueError:
@@ -806,14 +848,16 @@ def _number_or_word(text: str) -> str | float:
 def _group(wanted: str) -> Callable[[str], object]:
     """Makes a parser of a variable that is a word, or a JSON object with the fields of an `OptionGroup`.
 
+    The parser parses a text with a brace as JSON, and returns any other text as it is.
+
     Args:
-        wanted: What the variable may be, for the ValueError about malformed JSON.
+        wanted: Values that the variable may have, for the ValueError about malformed JSON.
     """
     return lambda text: _json(text, wanted) if "{" in text else text
 
 
 def _switch_or_address(text: str) -> bool | str:
-    """Parses GRADWIRE_ELASTIC: a switch; a text with a colon, HOST:PORT, is returned as it is."""
+    """Parses GRADWIRE_ELASTIC: HOST:PORT, a text with a colon, is returned as it is; else a switch, see `_switch`."""
     return text if ":" in text else _switch(text)
 
 

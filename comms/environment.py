@@ -26,7 +26,7 @@ class WatchOptions:
 
 
 def watch_wanted() -> bool:
-    """Returns whether GRADWIRE_WATCH is set; its value is checked when the watch begins."""
+    """Returns whether GRADWIRE_WATCH is set, to something else than 0, false, no or off; the value is checked later."""
     return os.environ.get(WATCH, "").lower() not in ("", *OFF)
 
 
@@ -58,7 +58,7 @@ gloo's recorder keeps none, NCCL's 2,000."""
 
 
 def flight_recorder_size() -> int:
-    """Returns the number of collectives that torch's flight recorder is to keep; 0 if the variable is not set.
+    """Returns TORCH_FR_BUFFER_SIZE, the number of collectives that torch's flight recorders keep; 0 if it is not set.
 
     Raises:
         ValueError: The variable is no whole number.
@@ -67,7 +67,14 @@ def flight_recorder_size() -> int:
 
 
 def set_flight_recorder_size(collectives: int) -> None:
-    """Sets the number of collectives in torch's flight recorder; call it before the first group is made."""
+    """Sets TORCH_FR_BUFFER_SIZE: how many collectives torch's flight recorders keep, for gloo and for NCCL.
+
+    It replaces a value that is set already. torch reads the variable when the first process group is made; later
+    changes have no effect.
+
+    Args:
+        collectives: Number of the last collectives that are kept.
+    """
     os.environ[FLIGHT_RECORDER_SIZE] = str(collectives)
 
 
@@ -75,7 +82,7 @@ def world_size() -> int:
     """Returns WORLD_SIZE as torchrun sets it; 1 if it is not set.
 
     Raises:
-        ValueError: WORLD_SIZE is no number.
+        ValueError: WORLD_SIZE is no number, or empty.
     """
     return launcher_number(os.environ, "WORLD_SIZE", 1)
 
@@ -94,7 +101,10 @@ LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def launch_order() -> bool | None:
-    """Returns whether NCCL keeps the order of issue across communicators; None if the variable is not set."""
+    """Returns whether NCCL_LAUNCH_ORDER_IMPLICIT makes NCCL keep the order of issue across communicators.
+
+    None if the variable is not set; False if it is empty or 0.
+    """
     text = os.environ.get(LAUNCH_ORDER)
     return None if text is None else text.strip() not in ("", "0")
 
@@ -155,7 +165,7 @@ def launcher_number(variables: Mapping[str, str], name: str, default: int | None
     Args:
         variables: Environment; see `launcher_variables`.
         name: Name of the variable.
-        default: Value if the variable is not set; None if it must be set.
+        default: Value that is returned if the variable is not set; None if it must be set.
 
     Raises:
         ValueError: The variable is no number, or not set.
@@ -186,14 +196,15 @@ def torchrun_place(variables: Mapping[str, str]) -> tuple[int, int, str, int]:
 
 
 def launcher_variables() -> dict[str, str]:
-    """Returns the variables about this rank that torchrun, mpirun or srun have set."""
+    """Returns name -> value of the variables about this rank that torchrun, mpirun or srun have set; may be empty."""
     return {name: os.environ[name] for name in _LAUNCHER_VARIABLES if name in os.environ}
 
 
 def steering_variables() -> dict[str, str]:
-    """Returns the variables that configure torch, NCCL, gloo, OpenMP and the like, for `gradwire doctor`.
+    """Returns name -> value of the variables that configure torch, NCCL, gloo, OpenMP and the like, sorted by name.
 
-    Includes only known names and prefixes, so that a user may show them without the rest of the environment.
+    Includes only known names and prefixes, so that a user may show them without the rest of the environment; values
+    are cut at 200 characters.
     """
     return {
         name: value[:_LONGEST_VALUE]

@@ -2,12 +2,12 @@
 
 
 class PeerError(RuntimeError):
-    """Raised if a peer exited, did not come within the timeout, or aborted. The group cannot be used afterwards.
+    """Raised if a peer exited, did not join within the timeout, or aborted. The group cannot be used afterwards.
 
     Args:
         message: Text of the error.
-        missing: Ranks of the group that are known to have failed: they never came, or came and have exited since. Empty
-            if it is not known which rank failed, as after an abort or a failed operation.
+        missing: Ranks of the group that are known to have failed: they never joined, or have exited since. Empty if it
+            is not known which rank failed, as after an abort or a failed operation.
 
     Attributes:
         missing: Ranks of the group that are known to have failed; empty if that is not known.
@@ -23,11 +23,11 @@ class PeerError(RuntimeError):
 
 
 class PeerSystemError(OSError):
-    """Raised on this rank if a peer has reported that its system refused it memory, an open file or the like."""
+    """Raised on this rank if another rank has reported that its system gave it no memory, open file or the like."""
 
 
 class DidNotJoinError(RuntimeError):
-    """Raised if a rank did not come to the start-up within the timeout."""
+    """Raised if a rank did not join within the timeout, when ranks connect."""
 
 
 class OverdueError(PeerError):

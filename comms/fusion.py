@@ -90,7 +90,7 @@ class Fusion:
         last_sizes: Bytes of the last step's buckets, in the order of their arrival.
         defers: Whether a bucket may wait for later ones. False sends each at once, for a DDP model that waits for the
             averages without having marked the last bucket.
-        rows: None; see `Grouping`.
+        prescribed: None, because no saved step prescribes the all-reduces; see `Grouping`.
     """
 
     def __init__(self, plan: FusionPlan) -> None:
@@ -99,7 +99,7 @@ class Fusion:
         self._waiting: list[Bucket] = []
         self._sizes: list[int] = []
         self._pool = Pool()
-        self.rows = None
+        self.prescribed = None
         self.last_sizes: tuple[int, ...] = ()
         self.defers = True
 
@@ -144,14 +144,14 @@ class Fusion:
         return launches + self._join() if ends or not self.defers else launches
 
     def flush(self) -> list[AllReduce]:
-        """Returns the all-reduces of all waiting buckets, which wait no longer, to start before the step ends."""
+        """Takes all waiting buckets, and returns their all-reduces, to start now in this order; empty if none waits."""
         return self._join()
 
     def end_step(self) -> list[AllReduce]:
         """Ends a step, and uses a plan set by `change` from now on.
 
         Returns:
-            All-reduces of the buckets that are still waiting.
+            All-reduces of the buckets that were still waiting, to start now in this order; empty if none was.
         """
         launches = self._join()
         self.last_sizes = tuple(self._sizes)
@@ -218,7 +218,7 @@ def _joinable(first: Bucket, other: Bucket) -> bool:
 
 @lru_cache(maxsize=1024)
 def _joined_layout(layouts: tuple[Layout, ...]) -> Layout:
-    """Returns the layout of several tensors end to end, given theirs in order."""
+    """Returns the layout of several tensors that are copied end to end, given the layout of each, in order."""
     slices, offset = [], 0
     for layout in layouts:
         slices += [

@@ -192,7 +192,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return self._connected("report()").report(self.steps)
 
     def close(self) -> None:
-        """Ends the threads and releases shared memory; also called when the state is collected, and at exit."""
+        """Waits for all-reduces in flight, ends threads and frees shared memory; also when collected, and at exit."""
         if self._session is not None:
             if self._session.communicator.device.type == "cuda":
                 from gradwire.comms.step import optimizer_guard
@@ -202,16 +202,16 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._close_ranks(self._session)
 
     def fuse(self, plan: FusionPlan) -> None:
-        """Changes which buckets are reduced together, from the next step on; every rank calls it between two steps.
+        """Changes which buckets are joined into all-reduces, from the next step on; all ranks call it between steps.
 
         Raises:
             RuntimeError: No bucket has been reduced yet.
-            ValueError: On all ranks: their plans differ, or one did not call it within 30 s; the plan stays.
+            ValueError: On all ranks: their plans differ, or one did not call it within 30 s; the present plan stays.
         """
         self._connected("fuse()").fuse(plan)
 
     def reduce(self, bucket: GradBucket) -> FutureTensor:
-        """Averages a bucket over all ranks, and may begin or end the step; the future's value is its own buffer."""
+        """Starts averaging a bucket, which may begin or end the step; the future's value is the bucket's own buffer."""
         if begins := not self._backward.in_step:
             self._has_inputs = queue_end_of_backward(self._backward_ended)
             self._backward.begin(self._buckets, self._sparse, autograd_calls=self._has_inputs)
@@ -222,7 +222,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return Bucket.of(bucket.buffer()).give_up() if future is None else future
 
     def _add(self, bucket: GradBucket, *, begins: bool) -> FutureTensor:
-        """Adds a bucket to the step, which it may begin; see `reduce`."""
+        """Connects at the first bucket, begins a step, and starts the bucket's all-reduce; returns its future."""
         flat = bucket.buffer()
         # Refuse before anything is connected or sent, so that the next step works.
         if begins and flat.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -270,7 +270,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return self._send(session, arrived)
 
     def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, session: GradientSession) -> FutureTensor:
-        """Averages gradients of nn.Embedding(sparse=True), which have buckets of their own and are never compressed."""
+        """Starts averaging a bucket of sparse gradients, which is never compressed; the future has a new tensor."""
         named, contents = self.names.known(bucket.parameters()), session.observer.contents
         index = next(
             (index for index, (_, names) in contents.items() if index < 0 and names == named), -1 - len(contents)
@@ -287,20 +287,15 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return arrived.result()
 
     def _send(self, session: GradientSession, arrived: Bucket) -> FutureTensor:
-        """Adds a bucket to the grouping, and starts the all-reduces that it completes: none, or one or more.
+        """Adds a bucket to the grouping, and starts the all-reduces that it completes: none, one or more.
 
-        Args:
-            session: Session of the connected ranks.
-            arrived: The bucket that has arrived.
-
-        Returns:
-            Future of the bucket's averages.
+        Returns a future of the bucket's averages, which a later bucket may complete.
         """
         self._launch(session, session.grouping.add(arrived))
         return arrived.result()
 
     def _send_rest(self, session: GradientSession) -> None:
-        """Starts all deferred all-reduces of the step and, on CUDA, issues the all-gathers that were held back."""
+        """Starts all deferred all-reduces of the step and, on CUDA, issues the all-gathers that were deferred."""
         self._launch(session, session.grouping.flush())
         session.communicator.executor.release()
 
@@ -359,7 +354,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             )
 
     def _check_group(self, bucket: GradBucket) -> None:
-        """Finds the group of the model whose first bucket arrived, and raises if it differs from the state's own."""
+        """Finds the group of the model whose first bucket arrived; a ValueError if it differs from the state's own."""
         own = self._group if self._session is None else self._session.group
         owners = owners_of(self, bucket.parameters()[0], self.names.model())
         self._group = checked_group(owners, own)
@@ -383,7 +378,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         session.listeners.step_began(self.steps)
 
     def _backward_ended(self) -> None:
-        """Ends the step at the end of a backward pass, or queues `_finish_step` to do so later; autograd calls it.
+        """Ends the step if it ends with this backward pass, now or by a callback behind DDP's; autograd calls it.
 
         It runs before DDP's own callback, which takes the averages (but in the first step of a static graph).
         """
@@ -395,7 +390,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._finish_step()
 
     def _finish_step(self, *, after_ddp: bool = False) -> None:
-        """Ends a step unless it has failed, and has the error of a failed one raised behind DDP's callback.
+        """Ends a step unless it has failed, and raises the error of a failed one, in backward behind DDP's callback.
 
         Args:
             after_ddp: Whether autograd calls this behind DDP's own callback, which copies averages into the gradients,
@@ -407,14 +402,19 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         self._backward.raise_error()
 
     def _unless_failed(self, call: Callable[[], FutureTensor | None]) -> FutureTensor | None:
-        """Calls a function unless the step has failed; None also if this call fails it: `_finish_step` raises that."""
+        """Calls a function and returns its result; returns None if the step has failed, before or by this call.
+
+        If the step has failed before, the function is not called. An error of a type in `BackwardTracker.kept` fails
+        the step, completes all its open futures, and is raised by `_finish_step`. Other errors leave at once, with
+        `elastic` all of them.
+        """
         if not self._backward.has_failed:
             with self._backward.keeping_error():
                 return call()
         return None
 
     def _launch(self, session: GradientSession, launches: Sequence[AllReduce], *, wait: bool = False) -> None:
-        """Starts all-reduces; weighed gradients may be deferred until the weights of the step are known.
+        """Starts all-reduces; with weighed ranks they may be deferred until the weights of the step are known.
 
         Args:
             session: Session of the connected ranks.
@@ -435,7 +435,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             )
 
     def _end_step(self) -> None:
-        """Sends deferred buckets and calls the listeners, once a backward pass; raises a failure known on CUDA."""
+        """Starts deferred all-reduces and calls the listeners, once a backward pass; raises a failure known on CUDA."""
         session = self._connected("backward()")
         self.steps += 1
         if self.steps == 1 and not self.names.bound and self.config.compressor is not None:
@@ -451,17 +451,17 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         buckets, self._buckets = self._buckets, []
         layouts, self._reduced_layouts = self._reduced_layouts, []
         sparse, self._sparse = self._sparse, []
-        together, timed = self._is_together(), executor.stats.timing
+        taken_by_all, timed = self._is_taken_by_all(), executor.stats.timing
         session.listeners.step_ended(
-            EndedStep(self.steps, buckets, layouts, report, timed=timed, together=together, sparse=sparse)
+            EndedStep(self.steps, buckets, layouts, report, timed=timed, taken_by_all=taken_by_all, sparse=sparse)
         )
         # Raise a failure last, so that all ranks have run the same collectives before.
         if buckets:
             executor.poison(buckets[-1])
         executor.raise_failure()
 
-    def _is_together(self) -> bool:
-        """Returns whether all ranks took this step with the same communicator."""
+    def _is_taken_by_all(self) -> bool:
+        """Returns whether all ranks took this step with this communicator; see `EndedStep.taken_by_all`."""
         return True
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
@@ -478,7 +478,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket over all ranks of `state`; the function to register on the DDP model.
+    """Averages a bucket over all ranks of `state`; the function to register on the DDP model, which calls it.
 
     Args:
         state: The state made for this model.

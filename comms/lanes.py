@@ -50,11 +50,11 @@ class LaneJob:
 
     Attributes:
         steps: Coroutine that does the work and yields its transition to the next lane.
-        visits: Lanes that it visits in any case, in which it keeps its place in the order of submission. Other lanes,
-            which only some jobs visit, serve jobs in the order of arrival.
-        lane: Lane that it is in.
+        visits: Lanes that the job visits in any case, in which it is served in the order of submission. In lanes that
+            are not listed, which only some jobs visit, it is served when it arrives.
+        lane: Lane that the job is in.
         works: Collectives to wait for before the next step.
-        transition: Transition after the current step; None if the job has ended.
+        transition: Transition after the current step, set by the thread of the lane; None if the job has ended.
     """
 
     steps: ChunkSteps
@@ -65,7 +65,7 @@ class LaneJob:
 
 
 class _Signal(Enum):
-    """Entries of a queue that are no jobs."""
+    """Messages to the thread of a lane that are no jobs: look at the queue again, or end."""
 
     LOOK_AGAIN = auto()
     CLOSE = auto()
@@ -81,7 +81,7 @@ class _StageQueue:
 
 
 class Lanes:
-    """Queues in front of all lanes of one rank.
+    """Holds the queues of jobs in front of all lanes of one rank.
 
     Thread safety: any thread may submit and close; one thread serves each lane.
     """
@@ -113,9 +113,10 @@ class Lanes:
             self._queues[job.lane].arrivals.put(job)
 
     def serve(self, lane: Lane) -> Iterator[LaneJob]:
-        """Yields the jobs of a lane in turn; ends when all lanes are closed and no job is in flight.
+        """Yields the jobs of a lane in turn, and blocks while none is due; ends when closed and no job is in flight.
 
-        The caller runs a job's step and sets its `transition`. The job is passed on before the next is awaited.
+        The caller runs the step of each job that it gets, and sets its `transition`. When it asks for the next job,
+        this one is queued for its next lane, or counts as ended.
 
         Args:
             lane: Lane to serve; by one thread only.
@@ -150,7 +151,7 @@ class Lanes:
             self._close_if_drained()
 
     def in_flight(self) -> list[LaneJob]:
-        """Returns the jobs in flight, in the order of submission."""
+        """Returns the jobs that were submitted and have not ended, in the order of submission."""
         with self._lock:
             return list(self._in_flight)
 

@@ -10,7 +10,7 @@ from gradwire.comms.bootstrap.compat import device_scale_of
 
 
 class LossScaler(Protocol):
-    """Declares the part of torch.amp.GradScaler that gradwire uses."""
+    """Protocol of loss scalers: the part of torch.amp.GradScaler that gradwire uses."""
 
     def get_scale(self) -> float:
         """Returns the factor on the loss of the step that begins."""
@@ -32,10 +32,10 @@ class LossScale:
         self._scaler: LossScaler | None = None
 
     def watch(self, scaler: LossScaler) -> None:
-        """Makes `follow` take the scale of a scaler from now on.
+        """Makes `follow` take the scale of a scaler from now on; changes no residual yet.
 
         Args:
-            scaler: The GradScaler that scales the loss.
+            scaler: The GradScaler that scales the loss; it replaces one that was set before.
         """
         self._scaler = scaler
 
@@ -45,9 +45,10 @@ class LossScale:
         return self._scaler is not None
 
     def follow(self) -> None:
-        """Takes the scale of the watched scaler, if there is one; called before the first gradient of a step.
+        """Takes the scale of the watched scaler, if there is one, and rescales the residuals if it has changed.
 
-        A scale on a device stays there, so that the host does not wait.
+        Called before the first gradient of a step. A scale on a device stays there, so that the host does not wait; the
+        residuals are then multiplied on the device in each step, by 1 if it has not changed.
         """
         if self._scaler is None:
             return
@@ -60,7 +61,7 @@ class LossScale:
         self.value = scale.clone()  # the scaler changes it in place
 
     def set(self, scale: float) -> None:
-        """Sets the loss scale, and rescales the residuals if it changes.
+        """Sets the loss scale, and rescales the residuals if it changes; waits for the device if the old one is there.
 
         Args:
             scale: Factor on the loss of the next step, positive and finite.
@@ -85,10 +86,10 @@ def refuse_odd_scale(scale: float) -> None:
     """Refuses a saved loss scale that is negative, infinite or NaN.
 
     Args:
-        scale: Loss scale in a saved state; 0 if it has none.
+        scale: Loss scale in a saved state; 0, for a state without one, is accepted.
 
     Raises:
-        ValueError: It is refused.
+        ValueError: The scale is refused.
     """
     if not 0 <= scale < math.inf:
         raise ValueError(f"`state` has a loss scale of {scale}; wanted a positive number, or 0 where there is none")

@@ -25,8 +25,8 @@ def migrate(
 ) -> None:
     """Moves the state of a bucket's elements to the ranks of this node that own them now.
 
-    With `ask`, nothing is touched if all state is with its owners already (an interrupted run that goes on as it was),
-    so that training goes on bit for bit. All ranks of the node call it.
+    All ranks of the node call it, and wait for each other. With `ask`, nothing is changed if all state is with its
+    owners already (an interrupted run that goes on as it was), so that training goes on bit for bit.
 
     Args:
         compressor: Compressor whose state is moved, in place.
@@ -34,8 +34,8 @@ def migrate(
         shards: (start, stop) of each run of the bucket that this rank owns in the compressed phase.
         node: Transport among the ranks of this node; None if this rank is alone.
         device: Device of the bucket.
-        ask: True if the ranks of the node first find out together, on the host, whether any state must move; False
-            exchanges all of it.
+        ask: True if the ranks of the node first find out by a collective whether any state must move, for which the
+            host waits on CUDA, too; False exchanges all of it.
     """
     own = [layout.cut(start, stop) for start, stop in shards]
     misplaced = (not ask and node is not None) or not is_with_owners(compressor.state_runs(), layout, own)
@@ -91,8 +91,8 @@ def shared(held: Tensor, sum_of_ranks: Callable[[Tensor], object]) -> Tensor:
 class StateLayouts:
     """Tracks the layouts for which a compressor has state, to find buckets whose state must be moved.
 
-    The ranks of a node ask each other only about a state that was loaded: on CUDA an answer makes the host wait. What
-    this process itself has trained is exchanged without a question, and in the first step there is nothing.
+    Only for a state that was loaded the ranks of a node first ask each other whether it must move, because on CUDA the
+    host waits for the answer. State from earlier steps of this process is exchanged without a question.
 
     Args:
         dtypes: Dtypes of buckets that have state; see `CompressorTraits.dtypes`.
@@ -104,8 +104,8 @@ class StateLayouts:
         dtypes: Dtypes of buckets that have state.
         as_saved: True if the state was saved with the placement that ranks have now.
         migrated: Layouts whose state is with its owners.
-        asks: After `has_moved` has returned True: whether the ranks of the node shall ask each other before they move
-            the state; see `ask` of `migrate`.
+        asks: Value for `ask` of `migrate` after `has_moved` has returned True: whether the ranks of the node ask each
+            other before they move the state.
     """
 
     def __init__(self, dtypes: Collection[torch.dtype] | None, *, loaded: bool = False, as_saved: bool = True) -> None:
@@ -117,10 +117,11 @@ class StateLayouts:
         self.migrated: set[Layout] = set()
 
     def has_moved(self, layout: Layout) -> bool:
-        """Returns whether state must be moved before a bucket is compressed; records the layout, and sets `asks`.
+        """Returns whether state may have to be moved before a bucket is compressed; records the layout, sets `asks`.
 
         Args:
-            layout: Layout of the bucket.
+            layout: Layout of the bucket. The next call with the same layout returns False, unless other layouts of the
+                same parameters came in between.
         """
         if layout in self.migrated:
             return False

@@ -16,8 +16,13 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 class ParameterNames:
     """Maps the parameters of a model, by identity, to their names.
 
-    Without a model, parameters are numbered in the order in which they are first seen; DDP hands them over in the
-    model's order in its first step, so the numbers agree on all ranks and in every run.
+    Without a model, parameters are numbered in the order in which they are first seen; DDP passes them to the hook in
+    the model's order in its first step, so the numbers agree on all ranks and in every run.
+
+    Attributes:
+        model: Function that returns the model that was bound; None before `bind`, and once the model is freed.
+        sparse_nbytes: Bytes of the largest parameter of the bound model whose gradient is sparse; 0 if there is none.
+        layouts: (id of each parameter of a bucket) -> layout, for all buckets seen so far.
     """
 
     def __init__(self) -> None:
@@ -25,11 +30,8 @@ class ParameterNames:
         self._parameters: list[Tensor] = []  # kept alive, so that an id cannot be given to another tensor
         self._bound = False
         self.model: Callable[[], nn.Module | None] = lambda: None
-        """Returns the model that was bound; None before `bind`, and once the model is freed."""
         self.sparse_nbytes = 0
-        """Size of the largest parameter of the bound model whose gradient is sparse; 0 if there is none."""
         self.layouts: dict[tuple[int, ...], Layout] = {}
-        """(id of each parameter of a bucket) -> layout, for all buckets seen so far."""
 
     def bind(self, model: nn.Module) -> None:
         """Takes the parameter names of a model, without what DDP and other wrappers put into them (`plain_name`).
@@ -72,7 +74,7 @@ class ParameterNames:
         ]
 
     def known(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-        """Returns the names of the given parameters, without those that are not known."""
+        """Returns the names of the given parameters, in their order; parameters without a name are left out."""
         return tuple(self._names[id(parameter)] for parameter in parameters if id(parameter) in self._names)
 
     def numels(self) -> dict[str, int]:
@@ -85,7 +87,7 @@ class ParameterNames:
         return tuple(tuple(parameter.shape) for parameter in self._parameters)
 
     def layout(self, bucket: GradBucket) -> Layout:
-        """Returns the layout of a bucket: the place of each parameter in its buffer.
+        """Returns the layout of a bucket: the name, shape and range of elements of each parameter in its buffer.
 
         It is made once for each list of parameters. Before `bind` it numbers parameters that were not seen before.
 
@@ -102,7 +104,7 @@ class ParameterNames:
         return self.layouts[key]
 
     def _build(self, parameters: Sequence[Tensor]) -> Layout:
-        """Makes the layout of parameters that lie one after the other."""
+        """Makes the layout of parameters that lie one after the other; see `layout`."""
         slices, start = [], 0
         for parameter in parameters:
             shape = _memory_shape(parameter)

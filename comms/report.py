@@ -83,19 +83,19 @@ def wrapped(text: str) -> str:
     )
 
 
-def said_once(paragraphs: Sequence[str]) -> list[str]:
-    """Returns paragraphs without the later sentences that an earlier paragraph has after its first one.
+def without_repeated_sentences(paragraphs: Sequence[str]) -> list[str]:
+    """Returns paragraphs without the sentences that an earlier paragraph has already; as many, in the same order.
 
     Args:
-        paragraphs: Paragraphs. First sentences are always kept, and not compared.
+        paragraphs: Paragraphs. The first sentence of each is always kept, and not compared.
     """
     seen: set[str] = set()
-    found = []
+    shortened = []
     for paragraph in paragraphs:
         first, *others = _SENTENCES.split(paragraph)
-        found.append(" ".join([first, *(each for each in others if each not in seen)]))
+        shortened.append(" ".join([first, *(each for each in others if each not in seen)]))
         seen.update(others)
-    return found
+    return shortened
 
 
 _SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z(])")
@@ -103,7 +103,7 @@ _SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z(])")
 
 
 def bucket_words(index: int, parameters: tuple[str, ...]) -> str:
-    """Returns the words by which messages name a bucket: its index, and up to two of its parameters.
+    """Describes a bucket in messages by its index and up to two of its parameters: "bucket 3 (`fc.weight` and 4 more)".
 
     Args:
         index: Index of the bucket in the step.
@@ -156,8 +156,8 @@ class Report:
 
     def to_dict(self) -> dict[str, object]:
         """Returns all attributes by name as values that JSON can hold: dicts, lists, numbers, strings and None."""
-        found: dict[str, object] = _plain(asdict(self))  # type: ignore[assignment]
-        return found
+        attributes: dict[str, object] = _plain(asdict(self))  # type: ignore[assignment]
+        return attributes
 
     def to_prometheus(self) -> str:
         """Returns the numbers in Prometheus' text format, version 0.0.4, every name with the prefix `gradwire_`.
@@ -197,7 +197,7 @@ class Report:
 
     def full(self) -> str:
         """Returns the whole report in 80 columns: plans, links, findings, and a table of all phases."""
-        head = [self._head(), *self.links, *said_once(self.plans), *self._findings()]
+        head = [self._head(), *self.links, *without_repeated_sentences(self.plans), *self._findings()]
         table = self._table() if self.rows or not self.alone else [ALONE]
         return "\n".join([*(in_columns(line) for text in head for line in text.splitlines()), *table])
 
@@ -216,18 +216,18 @@ class Report:
     def __str__(self) -> str:
         """Returns the report in about five lines, and one for each straggler and stall; `full()` has the rest."""
         lines = [self._head(), *self._links(), *self.summary, self._sent()]
-        return "\n".join([*map(_in_one_line, lines), *self._found()])
+        return "\n".join([*map(_in_one_line, lines), *self._wrapped_findings()])
 
     def beside_others(self) -> str:
-        """Returns links, plan, stragglers and stall, without steps and bytes, which the caller counts itself."""
-        return "\n".join([*map(_in_one_line, [*self._links(), *self.summary[:1]]), *self._found()])
+        """Returns the lines about links, plan, stragglers and stall; those about steps and bytes are the caller's."""
+        return "\n".join([*map(_in_one_line, [*self._links(), *self.summary[:1]]), *self._wrapped_findings()])
 
     def _links(self) -> list[str]:
-        """Returns the line with the link rates, without its remarks if it is too long; empty if there is none."""
+        """Returns the line with the link rates, without its remarks if it is too long; an empty list without rates."""
         return [each if len(each) <= COLUMNS else each.partition("; ")[0] for each in self.links[:1]]
 
-    def _found(self) -> list[str]:
-        """Returns `_findings`, wrapped."""
+    def _wrapped_findings(self) -> list[str]:
+        """Returns the lines of `_findings`, wrapped at 80 columns."""
         return [in_columns(line) for text in self._findings() for line in text.splitlines()]
 
     def _head(self) -> str:
@@ -242,7 +242,7 @@ class Report:
         ]
 
     def _sent(self) -> str:
-        """Returns the line with the bytes that this rank sends in a step to other nodes; with one node, inside it."""
+        """Returns the line with the bytes that this rank sends in a step to other nodes, or inside the only node."""
         if self.alone and not self.rows:
             return ALONE
         outside = [row for row in self.rows if not self.one_node and not row.level.startswith(INSIDE)]
@@ -267,14 +267,14 @@ INSIDE = LEVEL_NAMES[0]
 
 
 def _in_one_line(text: str) -> str:
-    """Cuts a text to one line: after as many whole sentences as fit, or within the first one after a word."""
+    """Cuts a text to one line of 80 columns: after as many whole sentences as fit, or after a word of the first one."""
     if len(text) > COLUMNS and 0 < (end := text.rfind(". ", 0, COLUMNS)):
         return text[: end + 1]
     return textwrap.shorten(text, COLUMNS, placeholder=" ...")
 
 
 def in_columns(line: str) -> str:
-    """Wraps a line of text at `COLUMNS`, and indents all lines but the first.
+    """Wraps a line of text at 80 columns (`COLUMNS`), and indents all lines but the first.
 
     Args:
         line: Line without line breaks; its own indent is kept.
@@ -284,7 +284,7 @@ def in_columns(line: str) -> str:
 
 
 def _label(text: str) -> str:
-    """Returns the value of a Prometheus label, escaped."""
+    """Returns a text escaped as the value of a Prometheus label: backslashes, quotes and line ends."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -23,14 +23,15 @@ COLUMNS = 4
 number of elements."""
 
 
-def to_rows(layouts: Sequence[Layout]) -> Tensor:
-    """Encodes which elements were in which all-reduce as a tensor that a state dict may hold.
+def encode_all_reduces(layouts: Sequence[Layout]) -> Tensor:
+    """Encodes which elements were in which all-reduce of a step as a tensor that a state dict may hold.
 
     Args:
-        layouts: Layout of each all-reduce of a step, in the order in which they were started.
+        layouts: Layout of each all-reduce of the step, in the order in which they were started.
 
     Returns:
-        CPU tensor of int64 with the shape (slices, `COLUMNS`): a row for each slice of each layout, in order.
+        CPU tensor of int64 with the shape (slices, 4): for each slice of each layout, in order, the index of the
+        all-reduce, the index of the parameter by sorted name, its first element and its number of elements.
     """
     numbers = {name: number for number, name in enumerate(_names(layouts))}
     rows = [
@@ -41,11 +42,11 @@ def to_rows(layouts: Sequence[Layout]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), COLUMNS)
 
 
-def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
-    """Decodes the all-reduces that `to_rows` has encoded.
+def decode_all_reduces(encoded: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
+    """Returns the layouts that `encode_all_reduces` has encoded.
 
     Args:
-        rows: Result of `to_rows` for the same model.
+        encoded: Result of `encode_all_reduces` for the same model.
         present: Layouts of the buckets of the first step after the load, which name every parameter.
 
     Returns:
@@ -53,10 +54,10 @@ def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
         the saved step had (because one was frozen, say).
     """
     names, shapes = _names(present), {piece.name: piece.shape for layout in present for piece in layout.slices}
-    if rows.numel() and int(rows[:, 1].max()) >= len(names):
+    if encoded.numel() and int(encoded[:, 1].max()) >= len(names):
         return None
     reduced: list[list[Slice]] = []
-    for index, number, start, numel in rows.tolist():
+    for index, number, start, numel in encoded.tolist():
         if index == len(reduced):
             reduced.append([])
         before = reduced[index][-1].stop if reduced[index] else 0
@@ -68,40 +69,41 @@ def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
 class Resume:
     """Groups the buckets of the first step after a load into the all-reduces of the saved step.
 
-    It is in the place of `fusion` from the load on, and passes on to it the buckets without a layout, all that arrive
-    after the saved all-reduces were returned, and the ends of steps.
+    It replaces `fusion` in that step, and passes on to it the buckets without a layout, all that arrive after the saved
+    all-reduces were returned, and the end of the step.
 
     Args:
-        rows: All-reduces of the saved step, in the encoding of `to_rows`.
+        prescribed: All-reduces of the saved step, as `encode_all_reduces` returns them.
         fusion: Grouping of the buckets of all other steps.
 
     Attributes:
-        rows: All-reduces of the saved step, in the encoding of `to_rows`.
+        prescribed: All-reduces of the saved step, as `encode_all_reduces` returns them.
     """
 
-    def __init__(self, rows: Tensor, fusion: Fusion) -> None:
-        self.rows = rows
+    def __init__(self, prescribed: Tensor, fusion: Fusion) -> None:
+        self.prescribed = prescribed
         self._fusion = fusion
         self._buckets: list[Bucket] = []
         self._done = False
 
     def add(self, bucket: Bucket) -> list[AllReduce]:
-        """Adds a bucket; returns the all-reduces that can start, which are all at once.
+        """Adds a bucket, and returns the all-reduces to start now.
 
         Args:
             bucket: Bucket whose gradients are ready.
 
         Returns:
-            Empty until as many elements have arrived as the saved step had, then all its all-reduces.
+            Empty until as many elements have arrived as the saved step had, then all all-reduces of that step, in
+            order. For buckets that are passed on to `fusion`, its result.
         """
         if self._done or bucket.layout is None:
             return self._fusion.add(bucket)
         self._buckets.append(bucket)
-        complete = sum(each.flat.numel() for each in self._buckets) >= int(self.rows[:, -1].sum())
+        complete = sum(each.flat.numel() for each in self._buckets) >= int(self.prescribed[:, -1].sum())
         return self._all() if complete else []
 
     def flush(self) -> list[AllReduce]:
-        """Returns all that is deferred; buckets that arrive later are grouped by `fusion`."""
+        """Returns all deferred all-reduces, to start now; buckets that arrive later are passed on to `fusion`."""
         return [*self._fusion.flush(), *self._all()]
 
     def end_step(self) -> list[AllReduce]:
@@ -118,7 +120,7 @@ class Resume:
             return []
         self._done = True
         present = [bucket.layout for bucket in self._buckets if bucket.layout is not None]
-        reduced = from_rows(self.rows, present)
+        reduced = decode_all_reduces(self.prescribed, present)
         if reduced is None:
             log.warning(
                 "the loaded state is of a step with other parameters than this one: training goes on with what it "
@@ -130,7 +132,7 @@ class Resume:
         return [self._launch(layout) for layout in reduced]
 
     def _launch(self, layout: Layout) -> AllReduce:
-        """Returns the all-reduce of one transfer, with its gradients wherever they lie in the buckets."""
+        """Makes the all-reduce of a layout, whose parts are views of the buckets that hold its elements."""
         return AllReduce([run for piece in layout.slices for run in self._runs(piece)], layout, self._buckets)
 
     def _runs(self, piece: Slice) -> Iterator[Tensor]:

@@ -81,7 +81,7 @@ class SessionRanks:
 
     Attributes:
         store: Store that all of these ranks share.
-        name: Name, unique in the store and equal on all ranks, which connect their states in the same order.
+        name: Name of the session, unique in the store and equal on all ranks.
         rank: This rank.
         size: Number of ranks.
         group: Process group of these ranks; None after ranks have left or joined a job that goes on without failed
@@ -108,7 +108,7 @@ class SessionRanks:
         failure_policy: FailurePolicy | None = None,
         reporter: FailureReporter | None = None,
     ) -> "SessionRanks":
-        """Describes all ranks of a process group, with the next name of the kind; see `name_in`, which this calls.
+        """Describes all ranks of a process group for its next session of a kind, which it names by `name_in`.
 
         Args:
             group: The process group.
@@ -148,6 +148,8 @@ class AveragingSession:
         communicator: Communicator of the ranks.
         compression: Compressor and its state; None if tensors are exact.
         listeners: Listeners of its steps.
+        watch: Times the steps, for `advise()`; set by `watch_steps`.
+        observer: Has stragglers, stalls, traces and metrics; set by `watch_steps`.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -193,11 +195,14 @@ class AveragingSession:
         self.listeners = Listeners()
 
     def connect(self, nbytes: int, sparse_nbytes: int = 0) -> None:
-        """Fixes the plan, chosen by the size of a usual bucket, and connects its transports; all ranks call it.
+        """Fixes the plan of exact buckets, and connects the transports of this session's plans; all ranks call it.
+
+        The plan is the best one for a bucket of `nbytes`, unless the user asked for one by name. Compressed buckets
+        have plans of their own.
 
         Args:
-            nbytes: Size of a usual bucket.
-            sparse_nbytes: Size of the largest parameter whose gradient is sparse; 0 if there is none.
+            nbytes: Bytes of a usual bucket; the same on all ranks.
+            sparse_nbytes: Bytes of the largest parameter whose gradient is sparse; 0 if there is none.
 
         Raises:
             CollectiveError: The ranks could not connect; see `Communicator.connect`.
@@ -206,10 +211,7 @@ class AveragingSession:
         self.communicator.connect(nbytes, sparse_nbytes)
 
     def watch_steps(self, previous: "AveragingSession | None" = None) -> None:
-        """Adds the listeners that time steps and warn of stragglers and stalls, as the configuration says.
-
-        Sets `watch`, which times steps for `advise()`, and `observer`, which has stragglers, stalls, traces and
-        metrics.
+        """Adds the listeners that time steps and warn of stragglers and stalls; sets `watch` and `observer` to them.
 
         Args:
             previous: Session whose metrics are continued; None starts new ones.
@@ -225,7 +227,7 @@ class AveragingSession:
         Args:
             changed: Whether the ranks have changed: those that have joined have loaded nothing, so only states loaded
                 from now on are compared.
-            beside: Object whose `loaded` is compared if there is no compressor; given None, too, nothing is compared.
+            beside: Object whose `loaded` is compared if there is no compressor; without either, nothing is compared.
             kept: Text about the state that this rank keeps, such as how the ranks are placed: only ranks with the same
                 text are compared with each other. Empty compares all.
         """
@@ -235,7 +237,7 @@ class AveragingSession:
             compare_loaded(self.listeners, ranks, source, consensus, changed=changed, kept=kept)
 
     def _consensus(self, name: str, timeout: timedelta) -> "Agreement":
-        """Makes an agreement of all ranks; every rank calls it with the same arguments.
+        """Makes an object by which all ranks agree on values, through the store; every rank calls it with these values.
 
         Args:
             name: Prefix of its keys, unique among the agreements of this session.
@@ -263,7 +265,7 @@ class AveragingSession:
         self._sizes = tuple(sizes)
 
     def report(self, steps: int) -> Report:
-        """Returns the report, with the stragglers and stalls that were found.
+        """Returns this rank's report: bytes, seconds and plans so far, with the stragglers and stalls that were found.
 
         Args:
             steps: Number of steps so far.
@@ -271,7 +273,7 @@ class AveragingSession:
         return self.observer.add_to(self.communicator.report(steps))
 
     def state_dict(self) -> StateDict:
-        """Returns this rank's compressor state; empty without a compressor."""
+        """Returns this rank's compressor state; empty without a compressor. On CUDA it waits for the last step."""
         if self.compression is None:
             return {}
         with self.communicator.exclusive():
@@ -280,7 +282,7 @@ class AveragingSession:
         return own
 
     def load_state_dict(self, own: StateDict) -> None:
-        """Restores a state that `state_dict` returned on the same rank of the same number of ranks.
+        """Restores a state that `state_dict` returned on the same rank of the same number of ranks; between two steps.
 
         Args:
             own: State of this rank; ignored without a compressor.
@@ -305,6 +307,15 @@ class GradientSession(AveragingSession):
         previous: Session before the ranks changed, whose compressor is kept; None for the first session.
         joined: Whether ranks have joined. They lack the link rates and cuts that the others have learned, so all ranks
             go back to the configured ones.
+
+    Attributes:
+        fusion: Joins buckets into all-reduces, by its plan.
+        grouping: Decides which buckets of the running step are joined: `fusion`, unless a listener replaces it for a
+            step.
+        agrees: Whether the state that decodes payloads is known to be equal on all ranks.
+        scale: Factor on every rank's gradients before the sum.
+        after: Factor on the sum.
+        weights: Weights of the ranks' gradients, applied before anything else; None if all ranks weigh the same.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -332,9 +343,7 @@ class GradientSession(AveragingSession):
         first = FusionPlan(threshold_nbytes=threshold_nbytes, delayed=delayed)
         self.fusion: Fusion = Fusion(previous.fusion.plan if previous and not joined else first)
         self.grouping: Grouping = self.fusion
-        """Decides which buckets of the running step are reduced together; a listener may replace it for a step."""
         self.agrees = previous is None and not joined
-        """Whether the state that decodes payloads is known to be equal on all ranks."""
         self._fusion_plans: Agreement | None = None
         self._after_error: Agreement | None = None
 
@@ -357,9 +366,7 @@ class GradientSession(AveragingSession):
         )
         self.compare_loaded(changed=previous is not None or joined)
         self.scale, self.after = _factors(config, self.communicator)
-        """Factors on every rank's gradients, and on their sum."""
         self.weights: SampleWeights | None = None
-        """Weights of the ranks' gradients, applied before anything else; None if all ranks weigh the same."""
         if config.sums.kind == SAMPLES:
             self.weigh_ranks()
         self.watch_steps(previous)
@@ -367,7 +374,10 @@ class GradientSession(AveragingSession):
             learn_cuts(self.listeners, self.communicator, self.fusion, name, names.shapes)
 
     def weigh_ranks(self) -> None:
-        """Weighs each rank's gradients in each step from the next one on; every rank calls it before the same step."""
+        """Makes each rank's gradients count by its samples, from the next step on; every rank calls it before that.
+
+        Sets `weights`, which multiplies the gradients before they are sent, and `scale` and `after` to 1.
+        """
         self.weights = weigh_ranks(self.listeners, self.communicator)
         self.scale, self.after = 1.0, 1.0
 
@@ -408,26 +418,30 @@ class GradientSession(AveragingSession):
         super().load_state_dict(own)
 
     def go_on(self, steps: int) -> None:
-        """Checks that all ranks go on after the same backward pass that failed; every rank calls it.
+        """Checks that all ranks go on after the same failed backward pass; every rank calls it, and waits for others.
 
         Args:
-            steps: Number of finished steps.
+            steps: Number of finished steps on this rank.
 
         Raises:
-            ValueError: A rank does not, so that gradients of different steps would be summed.
+            ValueError: The numbers differ, so gradients of different steps would be summed, or a rank has not called it
+                within the time-out.
         """
         after = self._after_error or self._consensus(f"backward() after an error/{self._name}", self._config.timeout)
         self._after_error = after
         after.same({"finished steps": steps})
 
     def _take_over_rates(self, previous: "GradientSession") -> None:
-        """Takes over the measured link rates of the session before the ranks changed, if its levels were as many."""
+        """Takes over the link rates that the session before the ranks changed has measured for its plans.
+
+        Does nothing if it has measured none, or had another number of levels.
+        """
         rank_plans, before = self.communicator.rank_plans, previous.communicator.rank_plans
         if before.links.decided and before.cluster.depth == rank_plans.cluster.depth:
             rank_plans.measured(before.cluster.levels)
 
     def _move_state(self) -> None:
-        """Prepares the compressor's state to be moved to the ranks that own it now."""
+        """Tells the compressor this rank's new number, and has its state moved to the new owners at the next step."""
         if self.compression is not None:
             self.compression.renumber(self.communicator.rank, self.communicator.size)
             self.communicator.state_loaded()
@@ -439,8 +453,8 @@ class GradientSession(AveragingSession):
             plan: Fusion plan from the next step on.
 
         Raises:
-            ValueError: The ranks' plans differ, or a rank did not call it within 30 s (`FUSION_TIMEOUT`). The plan
-                stays.
+            ValueError: On all ranks: the ranks' plans differ, or a rank did not call it within 30 s (`FUSION_TIMEOUT`);
+                the present plan stays.
         """
         self._fusion_plans = self._fusion_plans or self._consensus(f"fusion/{self._name}", FUSION_TIMEOUT)
         self._fusion_plans.same(asdict(plan))
@@ -470,10 +484,9 @@ S = TypeVar("S", bound=AveragingSession)
 
 
 class TrainingState(Generic[S]):
-    """Base class of the objects that users hold: configuration, session (after the ranks have connected), checkpoint.
+    """Base class of the states that users hold; has what all of them have: traces, metrics, saving and loading.
 
-    It has what every state has: traces, metrics, saving and loading. `GradientState` adds what needs gradients of
-    every step.
+    `GradientState` adds what needs gradients of every step. Its ranks connect later, and then it has a session.
 
     Args:
         config: The configuration.
@@ -563,7 +576,10 @@ class TrainingState(Generic[S]):
 
     @property
     def dirty(self) -> bool:
-        """Whether residuals are pending, so that a checkpoint fits these ranks only; equal on all ranks."""
+        """Whether residuals are pending, so that a checkpoint fits these ranks only; equal on all ranks.
+
+        On CUDA it waits until the device has decided about the last step.
+        """
         compression = None if self._session is None else self._session.compression
         return compression is not None and compression.dirty
 
@@ -646,11 +662,11 @@ class TrainingState(Generic[S]):
         if self._keeps:
             self._restore(found)
 
-    def _refuse_unknown_residuals(self, found: "Checkpoint") -> None:
+    def _refuse_unknown_residuals(self, saved: "Checkpoint") -> None:
         """Refuses a checkpoint with residuals that this state cannot keep.
 
         Args:
-            found: Checkpoint whose residuals have not been flushed.
+            saved: Checkpoint whose residuals have not been flushed.
 
         Raises:
             ValueError: No compressor is set.
@@ -660,14 +676,14 @@ class TrainingState(Generic[S]):
 
     @property
     def _keeps(self) -> bool:
-        """Whether this rank has anything to save."""
+        """Whether this state has anything to save: whether a compressor is set."""
         return _compresses(self.config)
 
     def _place(self) -> tuple[int, int] | None:
         """Returns (rank, number of ranks) in the state's process group, under which a checkpoint is saved.
 
-        That of the connected ranks; before they have connected, of the group that the state was made for, else of
-        WORLD; None if torch.distributed is not initialised yet.
+        Before the ranks have connected, the group is the one that the state was made for, or else the default group;
+        None if torch.distributed is not initialised yet.
         """
         if self._session is not None:
             return self._session.communicator.rank, self._session.communicator.size
@@ -678,14 +694,18 @@ class TrainingState(Generic[S]):
         """Returns the state dict that this rank saves; empty before the ranks have connected."""
         return {} if self._session is None else self._session.state_dict()
 
-    def _restore(self, found: "Checkpoint") -> None:
-        """Restores this rank's part of a checkpoint, now or as soon as the ranks have connected."""
+    def _restore(self, saved: "Checkpoint") -> None:
+        """Restores this rank's part of a checkpoint; before the ranks have connected, keeps it until then.
+
+        Raises:
+            ValueError: The checkpoint does not fit; nothing was changed.
+        """
         if self._session is None:
-            self._pending = found
+            self._pending = saved
             return
         from gradwire.comms.checkpoint import unpack  # here: an exact hook has nothing to restore
 
-        own = unpack(found, self._session.communicator.rank, self._session.communicator.size)
+        own = unpack(saved, self._session.communicator.rank, self._session.communicator.size)
         if own is not None:
             self._session.load_state_dict(own)
         self._pending = None
@@ -771,7 +791,11 @@ class GradientState(TrainingState[S]):
             each.set(scale)
 
     def _loss_scales(self, call: str) -> "list[LossScale]":
-        """Returns the loss scales by which residuals are rescaled; `call` is the caller's name, for errors."""
+        """Returns the loss scales by which residuals are rescaled; `call` names the user's call in the ValueError.
+
+        Raises:
+            ValueError: There is no compressor, or no model yet.
+        """
         return [self._compressed(call).loss_scale]
 
     def flush(self) -> None:
@@ -788,13 +812,16 @@ class GradientState(TrainingState[S]):
             self._compressed("flush()").flushing = True
 
     def _flush_shards(self) -> bool:
-        """Flushes the residuals of shards; returns whether there are any (only FSDP2 has them)."""
+        """Makes the next step send the residuals of a sharded model's weights, too; returns whether there are any.
+
+        False here: only `FsdpState` has such residuals.
+        """
         return False
 
     def _check_optimizers(self, model: "HasParameters") -> None:
-        """Registers a check of each optimizer before its first step on the model's parameters.
+        """Registers a check that each optimizer of the model's parameters passes before its first step.
 
-        The check refuses an optimizer that the compressor does not fit, and warns if the optimizer continues from a
+        The check raises for an optimizer that the compressor does not fit, and warns if the optimizer continues from a
         checkpoint and this state does not.
         """
         from gradwire.compressors.optim.first_step import check_at_first_step  # here: exact gradients fit all of them
@@ -820,11 +847,11 @@ class GradientState(TrainingState[S]):
             withdraw(model, self._check)
 
     def _warn_of_resume(self) -> None:
-        """Warns that the compressor starts afresh, while the optimizer goes on from a checkpoint.
+        """Warns in the log that the compressor starts afresh although the optimizer continues from a checkpoint.
 
-        It is called before the first step of such an optimizer. It warns if the compressor keeps any tensor from step
-        to step, such as a residual or momentum, and this state has not been loaded. It does not for a process that
-        joins a running job, which gets its state from the other ranks.
+        Called before the first step of an optimizer whose state was restored. It warns if the compressor keeps tensors
+        from step to step, such as a residual or a momentum, and no state was loaded into this object. It does not warn
+        in a process that joins a running elastic job: the other ranks send it their state.
         """
         if not self._loaded and self.config.join is None and (kept := self._kept_in_words()):
             log.warning(
@@ -835,7 +862,7 @@ class GradientState(TrainingState[S]):
             )
 
     def _kept_in_words(self) -> str:
-        """Returns the name of the compressor if it keeps tensors, such as residuals, from step to step; else ""."""
+        """Returns the name of the compressor if it holds tensors for the next step, such as residuals; else ""."""
         compression = None if self._session is None else self._session.compression
         if compression is None:
             return ""
@@ -860,7 +887,7 @@ def _compresses(config: Config) -> bool:
 
 
 def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks) -> "Compression | None":
-    """Makes the compressor that the configuration names.
+    """Makes the compressor that the configuration names, with an empty state.
 
     Args:
         config: The user's configuration.

@@ -47,17 +47,20 @@ Mark = float | torch.cuda.Event
 
 
 class Clock(Protocol):
-    """Declares a clock of work on gradients: the host's, or events of a device."""
+    """Protocol of clocks of work on gradients: `HostClock`, or `DeviceClock` with events of a device.
+
+    Attributes:
+        lag: Number of steps after which `between` need not wait for the device: 0 on a CPU, 1 on CUDA.
+    """
 
     lag: int
-    """Number of steps after which `between` need not wait for the device."""
 
     @property
     def now(self) -> Callable[[], Mark]:
-        """Returns the time of the call; on a device, the time when the work before it on the current stream is done."""
+        """Function that returns the present time: seconds, or an event recorded on the current stream of a device."""
 
     def between(self, first: Mark, last: Mark) -> float:
-        """Returns the seconds between two times; waits until the device has reached both.
+        """Returns the seconds between two times; blocks the host until the device has reached both.
 
         Args:
             first: The earlier time.
@@ -97,13 +100,13 @@ class DeviceClock:
         self._device = device
 
     def now(self) -> Mark:
-        """Records an event on the current stream: the time at which the device reaches it."""
+        """Records an event on the current stream and returns it: it stands for the time when the device reaches it."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device.index))
         return event
 
     def between(self, first: Mark, last: Mark) -> float:
-        """Returns the seconds between two events, in steps of 0.5 us; waits until the device has reached both."""
+        """Returns the seconds between two events, in steps of 0.5 us; blocks the host until the device reaches both."""
         assert not isinstance(first, float)
         assert not isinstance(last, float)
         first.synchronize()
@@ -126,7 +129,7 @@ class LateFlag:
         self._copied = torch.cuda.current_stream(flag.device).record_event()
 
     def read(self) -> bool:
-        """Returns the value; waits if the device has not computed it yet."""
+        """Returns the value; blocks the host if the device has not computed it yet."""
         self._copied.synchronize()
         return bool(self._host)
 
@@ -201,11 +204,14 @@ class IssuedWork:
         self._given_up = given_up
 
     def query(self) -> bool:
-        """Returns whether the collective is done, or has been aborted."""
+        """Returns whether the collective is done; True also while the communicator is being aborted."""
         return self._given_up() or self._work.is_completed()
 
     def synchronize(self) -> None:
-        """Blocks the host until the collective is done, or has been aborted."""
+        """Blocks the host until the collective is done, or the communicator is being aborted.
+
+        In the latter case the collective may still run on the device. It raises no error, whatever has failed.
+        """
         while not self.query():
             time.sleep(POLL_SECONDS)
 
@@ -231,10 +237,10 @@ class SideStreams:
         self._streams = [torch.cuda.Stream(device, HIGH_PRIORITY) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
     def begin(self, numbers: Iterable[int], tensors: Iterable[Tensor]) -> None:
-        """Makes the streams of some chunks wait for the work on the current stream.
+        """Makes the side streams of some chunks wait for the work issued on the current stream; the host does not wait.
 
         Args:
-            numbers: Numbers of the chunks.
+            numbers: Numbers of the chunks; even and odd ones have a stream each.
             tensors: Tensors used on those streams from now on; their memory is not reused before these are done.
         """
         self._reached.record(torch.cuda.current_stream(self._index))
@@ -253,12 +259,12 @@ class SideStreams:
         return cast(AbstractContextManager[object], self._streams[number % STREAMS])
 
     def mark(self, number: int) -> torch.cuda.Event:
-        """Returns an event after the work on the stream of one chunk."""
+        """Records an event after the work issued on the stream of one chunk so far, and returns it."""
         event: torch.cuda.Event = self._streams[number % STREAMS].record_event()
         return event
 
     def wait(self, number: int, events: Iterable[torch.cuda.Event]) -> None:
-        """Makes the stream of one chunk wait for events.
+        """Makes the stream of one chunk, not the host, wait for events.
 
         Args:
             number: Number of the chunk.
@@ -269,9 +275,10 @@ class SideStreams:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Makes a context whose stream runs after everything issued before it, and before everything issued after it.
+        """Makes a context in which a side stream is current that runs after all earlier work, and before all later one.
 
-        The stream that computes does not wait for it, unless `sync_current_stream` is called.
+        Earlier work is all that was issued on the current and the side streams, later work all on the side streams.
+        Neither the host nor the stream that computes waits, unless `sync_current_stream` is called.
         """
         first, *others = self._streams
         for before in (torch.cuda.current_stream(self._index), *others):
@@ -282,7 +289,7 @@ class SideStreams:
             self._put_behind(stream, first)
 
     def sync_current_stream(self) -> None:
-        """Makes the current stream wait for everything issued so far."""
+        """Makes the current stream, not the host, wait for everything issued on the side streams so far."""
         computing = torch.cuda.current_stream(self._index)
         for stream in self._streams:
             self._put_behind(computing, stream)

@@ -38,7 +38,7 @@ from gradwire.comms.elastic.resilient_ops import (
 )
 from gradwire.comms.elastic.transfer import Carried, ReceivedState, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.names import ParameterNames
-from gradwire.comms.resume import COLUMNS, to_rows
+from gradwire.comms.resume import COLUMNS, encode_all_reduces
 from gradwire.comms.run.all_reduces import Bucket, FutureTensor
 from gradwire.comms.session import GradientSession, SessionRanks
 from gradwire.comms.step.backward_tracker import BackwardTracker
@@ -230,7 +230,7 @@ class ElasticTraining(StepListener):
         return self._session()
 
     @property
-    def together(self) -> bool:
+    def ran_last_itself(self) -> bool:
         """Whether this rank ran the last operation, such as the averaging of a step, to its end itself.
 
         False if after a rank failure it took the result from ranks that had completed the operation before. It then
@@ -272,7 +272,7 @@ class ElasticTraining(StepListener):
         """Drops the copied gradients, records the step's all-reduces, and reports a change of ranks to the user."""
         self._kept, self.has_just_joined = None, False
         if self._requests is not None:
-            self._last_rows = to_rows(step.reduced_layouts).tolist()
+            self._last_rows = encode_all_reduces(step.reduced_layouts).tolist()
         self.notify_change()
 
     def close(self) -> None:

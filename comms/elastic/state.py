@@ -117,10 +117,10 @@ class ElasticHookState(HookState):
         if self._elastic.resilient_ops is None:
             super()._close_ranks(session)
 
-    def _restore(self, found: "Checkpoint") -> None:
+    def _restore(self, saved: "Checkpoint") -> None:
         if not self._elastic.has_just_joined:
-            super()._restore(found)
-        elif found is self._pending:
+            super()._restore(saved)
+        elif saved is self._pending:
             # It was loaded before the process joined, as were the weights that the job has replaced.
             self._pending = None
             log.warning("a state was loaded, and this process has joined a running job: that job's state is used")
@@ -129,7 +129,7 @@ class ElasticHookState(HookState):
 
     def _begin_step(self, session: GradientSession) -> None:
         super()._begin_step(session)
-        rows = session.grouping.rows
+        rows = session.grouping.prescribed
         saved = self._elastic.begin_step(session.communicator, rows)
         if saved is not None and saved is not rows:
             session.grouping = Resume(saved, session.fusion)
@@ -153,5 +153,5 @@ class ElasticHookState(HookState):
         self._elastic.complete_step()
         super()._end_step()
 
-    def _is_together(self) -> bool:
-        return self._elastic.together
+    def _is_taken_by_all(self) -> bool:
+        return self._elastic.ran_last_itself

@@ -150,7 +150,7 @@ class Observer(StepListener):
         Raises:
             RuntimeError: The exchange failed, outside elastic training; also OSError.
         """
-        if step.together:
+        if step.taken_by_all:
             try:
                 self._ask_others(step)
             except (RuntimeError, OSError) as error:

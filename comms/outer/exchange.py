@@ -424,17 +424,17 @@ class OuterExchange:
     def _notify_listeners(self, pending: Pending) -> None:
         """Passes an exchange that has ended to the session's listeners, such as those of reports, as an ended step.
 
-        In elastic training it is marked as a step that other ranks may not have taken (`EndedStep.together` is False):
-        then no listener reports it to other ranks.
+        In elastic training it is marked as a step that other ranks may not have taken (`EndedStep.taken_by_all` is
+        False): then no listener reports it to other ranks.
 
         Args:
             pending: The exchange, whether its result was applied or skipped.
         """
         session = self.averaging.session
         buckets = [] if pending.bucket is None else [pending.bucket]
-        together, steps, communicator = self.averaging.resilient_ops is None, self.steps, session.communicator
+        taken_by_all, steps, communicator = self.averaging.resilient_ops is None, self.steps, session.communicator
         report = lambda number: communicator.report(steps)
-        session.listeners.step_ended(EndedStep(self.begun, buckets, (), report, timed=False, together=together))
+        session.listeners.step_ended(EndedStep(self.begun, buckets, (), report, timed=False, taken_by_all=taken_by_all))
 
     def _wait_for(self, pending: Pending) -> None:
         """Waits for the average of an exchange in flight.

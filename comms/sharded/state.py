@@ -290,16 +290,16 @@ class FsdpState(GradientState[AveragingSession]):
                 own |= {SCALE_OF + key: float(each.loss_scale.value), SUMS_OF + key: each.sums}
         return own | {SHARDS: _size_of_first(self._shard_groups), NODES: self._shards.nodes}
 
-    def _refuse_unknown_residuals(self, found: Checkpoint) -> None:
+    def _refuse_unknown_residuals(self, saved: Checkpoint) -> None:
         """Refuses a checkpoint with residuals that this model does not keep.
 
         Raises:
             ValueError: No compressor, or no residual of `shards`, or no such parameter group is here.
         """
-        saved = {key for part in without_job(found) for key in part}
-        if TRANSFERS in saved and not self._compresses_replicas:
+        keys = {key for part in without_job(saved) for key in part}
+        if TRANSFERS in keys and not self._compresses_replicas:
             raise ValueError(UNUSABLE.format(found=NO_COMPRESSOR))
-        residuals = {key.removeprefix(CARRIED_ON) for key in saved if key.startswith(CARRIED_ON + RESIDUAL)}
+        residuals = {key.removeprefix(CARRIED_ON) for key in keys if key.startswith(CARRIED_ON + RESIDUAL)}
         homes = {key for key, each in self._shards.carried.items() if isinstance(each, ShardResidual)}
         if residuals and not homes:
             raise ValueError(UNUSABLE.format(found="`shards` keeps no residual here"))
@@ -309,19 +309,19 @@ class FsdpState(GradientState[AveragingSession]):
                 "another model, or fully_shard was called on other modules"
             )
 
-    def _restore(self, found: Checkpoint) -> None:
+    def _restore(self, saved: Checkpoint) -> None:
         """Loads this rank's entry of a checkpoint; nothing is changed before all of it was accepted.
 
         Raises:
             ValueError: The entry is of another model, mesh or placement and still holds residuals; it was saved without
                 the compressor that is used between replicas; or it is damaged.
         """
-        own = unpack(found, *self._place())
+        own = unpack(saved, *self._place())
         if own is None:
             self._drop_half_step()
             return
         # Refuse damaged entries. A flushed state of another mesh holds nothing that could be used.
-        dirty = bool(dict(found[JOB])["dirty"])
+        dirty = bool(dict(saved[JOB])["dirty"])
         refuse_other_kinds(own, {key: kind for key in own if (kind := _kind_of(key)) is not None})
         count = _size_of_first(self._shard_groups)
         if own.pop(SHARDS, None) != count:
@@ -336,8 +336,8 @@ class FsdpState(GradientState[AveragingSession]):
             return
         # Take the entries of the shards out; the others are the compressor's between replicas.
         calls, nodes = own.pop(ROUNDING, None), own.pop(NODES, self._shards.nodes)
-        saved = {key: own.pop(key) for key in list(own) if key.startswith(CARRIED_ON)}
-        rows = {key: cast(Tensor, value) for key, value in saved.items()}
+        carried = {key: own.pop(key) for key in list(own) if key.startswith(CARRIED_ON)}
+        rows = {key: cast(Tensor, value) for key, value in carried.items()}
         scales = {key: float(own.pop(key)) for key in list(own) if key.startswith(SCALE_OF)}
         sums = {key: int(own.pop(key)) for key in list(own) if key.startswith(SUMS_OF)}
         # Check everything, then load it.

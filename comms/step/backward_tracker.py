@@ -42,7 +42,7 @@ def is_timed(step: int) -> bool:
 
 
 class StepState(Enum):
-    """States of a step."""
+    """States of a training step, by the buckets that have arrived and the callback that autograd will make."""
 
     BETWEEN_STEPS = "no bucket since the end of the last step"
     IN_BACKWARD = "buckets arrive; autograd will call back at the end of backward"
@@ -56,7 +56,8 @@ class BackwardTracker:
     Attributes:
         state: State of the step.
         follows_error: Whether the step before has failed, and this one may work.
-        kept: Types of the errors that are raised behind DDP's callback; others are raised at once.
+        kept: Types of the errors that are kept until DDP's own callback is through, and raised then; errors of other
+            types are raised at once. Empty in elastic training, which repeats a failed step.
         marks_last_bucket: Whether DDP marks the last bucket of a step. With `static_graph` it does not in the first
             step, and waits for all futures before autograd reports the end of backward: no bucket may be deferred.
     """
@@ -77,10 +78,11 @@ class BackwardTracker:
         return self.state is not StepState.BETWEEN_STEPS
 
     def begin(self, *arrived: Sequence[Bucket], autograd_calls: bool) -> None:
-        """Starts a step at its first bucket; it has failed already if the error of the step before is final.
+        """Starts a step at its first bucket; it has failed already if the step before failed after sending something.
 
         Args:
-            arrived: The buckets of the step that may be sent, now empty; the caller adds them.
+            arrived: Sequences that are empty now, to which the caller adds the buckets of the step before it sends
+                them.
             autograd_calls: Whether autograd will call back at the end of backward.
         """
         self.state = StepState.IN_BACKWARD if autograd_calls else StepState.NO_AUTOGRAD_CALLBACK
@@ -98,9 +100,10 @@ class BackwardTracker:
 
     @contextmanager
     def keeping_error(self) -> Iterator[None]:
-        """Returns a context whose error does not leave it: it fails the step, and completes all open futures of it.
+        """Makes a context that keeps an error of its block: the error fails the step, and completes its open futures.
 
-        Errors of other types than `kept` leave it at once, and change nothing.
+        `raise_error` raises it later. If a bucket of the step has arrived, every later step fails with the same error,
+        because something may have been sent. Errors of other types than `kept` leave the context, and change nothing.
         """
         try:
             yield
@@ -110,16 +113,23 @@ class BackwardTracker:
                 bucket.give_up()
 
     def raise_error(self) -> None:
-        """Has the error of a failed step raised, if the step that ends has failed: at once outside of backward.
+        """Raises the error of the step that ends, if the step has failed; inside of backward after DDP's own callback.
 
-        DDP queues its callback when the hook has returned for the last bucket, so this queues one that queues another.
+        Inside of backward it queues a callback of autograd, and returns. DDP queues its own one only when the hook has
+        returned for the last bucket, which may be later; so the callback queues a second one, and that one raises.
+
+        Raises:
+            Exception: The error, if no backward pass is running.
         """
         self._arrived = ()
         if self._error is not None:
             self._raise_behind(2, self._error)
 
     def _raise_behind(self, callbacks: int, error: Exception) -> None:
-        """Raises an error in the last of so many callbacks of autograd, each of which is queued by the one before."""
+        """Raises an error in the last of `callbacks` callbacks of autograd, each of which is queued by the one before.
+
+        It raises at once if `callbacks` is 0, or if no backward pass is running.
+        """
         if not (callbacks and queue_end_of_backward(partial(self._raise_behind, callbacks - 1, error))):
             raise error
 
@@ -127,7 +137,7 @@ class BackwardTracker:
         """Records that DDP has passed the bucket that it marks as the last.
 
         Returns:
-            Whether this ends the step.
+            Whether this ends the step: if no callback of autograd is to come. Otherwise the callback ends it.
         """
         self.marks_last_bucket = True
         ends = self.state is StepState.NO_AUTOGRAD_CALLBACK

@@ -16,7 +16,7 @@ from gradwire.comms.step.listeners import EndedStep, Grouping, StepListener
 
 
 class GroupsBuckets(Protocol):
-    """The part of a session that decides which buckets are reduced together.
+    """Protocol of sessions: the part that decides which buckets are joined into one all-reduce.
 
     Attributes:
         fusion: Grouping of buckets into all-reduces, used in most steps.
@@ -28,7 +28,7 @@ class GroupsBuckets(Protocol):
 
 
 class CompressedSteps(StepListener):
-    """Runs the compressor's part of each step's beginning and end.
+    """Prepares the compressor when a step begins, and commits or drops its changes of state when the step ends.
 
     Args:
         session: The session whose grouping a resumed step replaces; not kept alive, as it owns this listener.
@@ -49,14 +49,18 @@ class CompressedSteps(StepListener):
         if self._compression.loss_scale.follows_scaler:
             with self._communicator.exclusive():
                 self._compression.loss_scale.follow()
-        saved = self._compression.take_saved_rows()
+        saved = self._compression.take_saved_all_reduces()
         if saved is not None:
             self._session.grouping = Resume(saved, self._session.fusion)
 
     def step_ended(self, step: EndedStep) -> None:
         """Commits the compressor's new state, or drops it if the averages are not finite.
 
-        On CUDA the device decides which, and the host does not wait; an error here also ends the executor.
+        On a CPU it waits for all buckets. On CUDA the device decides, and the host does not wait; an error here aborts
+        the collectives of all ranks, as an error in one of them does.
+
+        Raises:
+            BaseException: The error of a bucket's all-reduce, on a CPU; or what the compressor raises.
         """
         if self._communicator.device.type != "cuda":
             self._compression.end_step([*step.buckets, *step.sparse], step.reduced_layouts)
@@ -72,6 +76,9 @@ class CompressedSteps(StepListener):
 
 
 def _sparse_extremes(buckets: Sequence[Bucket]) -> list[Tensor]:
-    """Returns 0-dim tensors that are finite if and only if all values of the sparse averages are."""
+    """Returns the least and the largest value of each sparse average, as 0-dim tensors: finite if all values are.
+
+    A bucket without values has none.
+    """
     values = [bucket.result().wait()._values() for bucket in buckets]
     return [extreme for value in values if value.numel() for extreme in torch.aminmax(value)]

@@ -55,17 +55,20 @@ S = TypeVar("S")
 
 
 class WeighsRanks(Protocol):
-    """Declares what a session has to weigh the gradients of its ranks."""
+    """Protocol of sessions that weigh the gradients of their ranks.
+
+    Attributes:
+        weights: Listener that holds this rank's weight; None if all ranks weigh the same.
+    """
 
     weights: "SampleWeights | None"
-    """Listener that holds this rank's weight; None if all ranks weigh the same."""
 
     def weigh_ranks(self) -> None:
-        """Makes `weights`, from the next step on; every rank calls it before the same step."""
+        """Sets `weights` to a new listener, from the next step on; every rank calls it before the same step."""
 
 
 def state_class(plain: type[S], config: Config) -> type[S]:
-    """Returns the class of a hook state: `plain`, or its subclass for elastic training."""
+    """Returns the class of a hook state: `plain`, or `ElasticHookState`, a subclass of `HookState`, with `elastic`."""
     if not config.elastic:
         return plain
     # By name: the subclass is built on the class that asks for it here.
@@ -74,13 +77,13 @@ def state_class(plain: type[S], config: Config) -> type[S]:
 
 
 def refuse_without_option(**given: object) -> None:
-    """Refuses arguments that only elastic training uses, if they are set without it.
+    """Refuses arguments that only elastic training uses; called in training that is not elastic.
 
     Args:
         given: Values of the arguments, by name; false ones (None, empty) are not set.
 
     Raises:
-        ValueError: One of them is set.
+        ValueError: One of them is set; the message names it.
     """
     for name, value in given.items():
         if value:
@@ -170,7 +173,7 @@ class OptionalMembers:
 def compress_steps(
     listeners: Listeners, session: "GroupsBuckets", communicator: Communicator, compression: "Compression"
 ) -> None:
-    """Adds the listener that prepares the compressor for each step, and commits or drops what the step left in it.
+    """Adds the listener `CompressedSteps`, which prepares the compressor for each step, and commits or drops changes.
 
     Args:
         listeners: Listeners of the new session.
@@ -225,7 +228,7 @@ def follow_backward(
 
 
 def count_passes(listeners: Listeners, compression: "Compression", parameters: Iterable[torch.Tensor]) -> bool:
-    """Adds `PassesPerStep` if the compressor keeps the optimizer's momentum.
+    """Adds the listener `PassesPerStep` if the compressor keeps the optimizer's momentum.
 
     Args:
         listeners: Listeners of the new session.
@@ -254,7 +257,7 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
         listeners: Listeners of the new session.
         communicator: Communicator of the ranks; its link rates are changed in place.
         config: Options: `nic_bytes_per_second`, `fusion` and `elastic` count.
-        consensus: Makes the agreement by which the ranks decide together, over the store.
+        consensus: Makes the object by which all ranks agree on values, through the store.
     """
     if config.learns_cuts or config.measures_links:
         from gradwire.comms.links.probe import probe
@@ -292,7 +295,7 @@ def compare_loaded(
         listeners: Listeners of the new session.
         communicator: Communicator of the ranks.
         source: Object whose `loaded`, the facts about the state that it has loaded, is compared.
-        consensus: Makes the agreement by which the ranks compare, over the store.
+        consensus: Makes the object by which all ranks compare values, through the store.
         changed: Whether the ranks have changed in elastic training: processes that join have loaded nothing, so only
             states loaded from now on are compared.
         kept: Text about the state that this rank keeps, such as how the ranks are placed: only ranks with the same
@@ -302,14 +305,14 @@ def compare_loaded(
         from gradwire.comms.step.loaded import LoadConsistencyCheck
 
         different = consensus("load_state_dict()", communicator.config.timeout)
-        said = different.gather(kept) if kept else []
-        like = [said.index(each) for each in said] or None
+        texts = different.gather(kept) if kept else []
+        like = [texts.index(each) for each in texts] or None
         compared = source.loaded if changed else None
         listeners.add(order.LOADED, LoadConsistencyCheck(communicator, source, different, like, compared))
 
 
 def weigh_ranks(listeners: Listeners, communicator: Communicator) -> "SampleWeights":
-    """Adds and returns the listener that weighs each rank's gradients in each step."""
+    """Adds the listener that scales each rank's gradients by its share of the samples in each step, and returns it."""
     from gradwire.comms.step.samples import SampleWeights
 
     weights = SampleWeights(communicator)

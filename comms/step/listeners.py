@@ -76,7 +76,7 @@ from gradwire.compressors.base import Layout
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A finished backward pass; all its all-reduces have been started, not finished.
+    """Describes a finished backward pass to listeners; all its all-reduces have been started, perhaps not finished.
 
     A listener that reads averages on a CPU waits for them first (`bucket.result().wait()`), unless it comes after
     `compressed_steps` in `ORDER` and that one is there: it has waited for all buckets.
@@ -89,7 +89,8 @@ class EndedStep:
         report: Makes the report of this rank's counters so far, given the number of the step. It refers to no session,
             so that who keeps it does not keep the session from being collected.
         timed: Whether the times of buckets and phases were recorded.
-        together: Whether all ranks took the step with this communicator. If not, none of them reports it to the others.
+        taken_by_all: Whether all ranks took the step with this communicator. False only in elastic training, after a
+            rank has failed: then listeners send the other ranks nothing about the step.
         sparse: The buckets of sparse gradients, in the order of their arrival.
     """
 
@@ -98,29 +99,29 @@ class EndedStep:
     reduced_layouts: Sequence[Layout]
     report: Callable[[int], Report]
     timed: bool = True
-    together: bool = True
+    taken_by_all: bool = True
     sparse: Sequence[Bucket] = ()
 
 
 class Grouping(Protocol):
-    """Decides which buckets of a step are reduced together, and when. Each method returns the all-reduces to start."""
+    """Protocol of objects that decide which buckets of a step are joined into all-reduces, and when these start."""
 
     @property
-    def rows(self) -> Tensor | None:
-        """The all-reduces that the step has to use, in the encoding of `Resume`; None if the grouping decides."""
+    def prescribed(self) -> Tensor | None:
+        """The all-reduces of a saved step that this one has to use, as `encode_all_reduces` returns them; else None."""
 
     def add(self, bucket: Bucket) -> Sequence[AllReduce]:
-        """Adds a bucket that has arrived, and returns the all-reduces to start now."""
+        """Adds a bucket that has arrived, and returns the all-reduces to start now, in order; may be empty."""
 
     def flush(self) -> Sequence[AllReduce]:
-        """Returns the all-reduces of all deferred buckets; called when the last bucket of a step has arrived."""
+        """Returns the all-reduces of all deferred buckets, to start now; called after the last bucket of a step."""
 
     def end_step(self) -> Sequence[AllReduce]:
-        """Returns the all-reduces of buckets that are still deferred, and prepares the next step."""
+        """Returns the all-reduces of buckets that are still deferred, to start now, and prepares the next step."""
 
 
 class Issues(Protocol):
-    """The part of a communicator that listeners use while a step runs."""
+    """Protocol of communicators: the part that listeners use while a step runs."""
 
     def sync_current_stream(self) -> None:
         """Makes the current CUDA stream wait for all collectives issued so far."""
@@ -139,12 +140,12 @@ class StepListener:
 
     @property
     def wants_times(self) -> bool:
-        """Whether the next step is to be timed on CUDA, even if it would not be otherwise."""
+        """Whether the next step is to be timed on CUDA, where only a few steps are timed otherwise; here False."""
         return False
 
     @property
     def ends_after_ddp(self) -> bool:
-        """Whether a step ends only after DDP's own callback at the end of the backward pass; see `ddp_ended`."""
+        """Whether a step shall end only after DDP's own callback at the end of backward; here False."""
         return False
 
     def step_began(self, steps: int) -> None:
@@ -166,7 +167,11 @@ class StepListener:
         """
 
     def last_bucket_sent(self, communicator: Issues) -> None:
-        """Called when all collectives of the step's buckets have been issued, if DDP marks the last bucket."""
+        """Called in backward when all collectives of the step's buckets are issued, if DDP marks the last bucket.
+
+        Args:
+            communicator: Communicator of the step.
+        """
 
     def ddp_ended(self) -> None:
         """Called when DDP has written the averages into the gradients, if a listener `ends_after_ddp`.
@@ -175,11 +180,15 @@ class StepListener:
         """
 
     def step_ended(self, step: EndedStep) -> None:
-        """Called at the end of a step, on all ranks at the same point of the sequence of all-reduces."""
+        """Called at the end of a step, on all ranks at the same point of the sequence of all-reduces.
+
+        Args:
+            step: The step that has ended.
+        """
 
 
 class Listeners:
-    """The listeners of one communicator.
+    """Keeps the listeners of one communicator, and passes each event of a step on to all of them, in `ORDER`.
 
     Attributes:
         for_buckets: The listeners that want each bucket, in order.

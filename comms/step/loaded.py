@@ -23,7 +23,7 @@ REMEDY = "load on all ranks, before the same step, what they have saved at one m
 
 
 class Loaded(Protocol):
-    """An object that says which saved state it has loaded last, such as the state of a compressor."""
+    """Protocol of objects that describe which saved state they have loaded last, such as `Compression`."""
 
     @property
     def loaded(self) -> Mapping[str, str]:
@@ -43,7 +43,7 @@ class LoadConsistencyCheck(StepListener):
     Args:
         communicator: Connects the ranks; None (on CUDA) compares through the store only.
         source: The object that has loaded a state: its `loaded` is compared.
-        consensus: Agreement over the store, with the same ranks.
+        consensus: Object by which the same ranks compare values, through the store.
         like: Rank whose loaded state must equal each rank's, by rank; None compares all with rank 0.
         compared: Value of `source.loaded` that was compared before and is skipped; None compares in the first step.
     """
@@ -67,13 +67,14 @@ class LoadConsistencyCheck(StepListener):
         self.compare()
 
     def compare(self) -> None:
-        """Compares the states that the ranks have loaded since the last call, and waits for their answers.
+        """Compares the states that the ranks have loaded since the last call, and waits for the other ranks.
 
-        In elastic training the comparison is skipped if a rank fails meanwhile: the next launch reports the failure.
+        Does nothing if this rank has loaded none since, except in the first step, in which all ranks compare. In
+        elastic training the comparison is skipped if a rank fails meanwhile: the next all-reduce reports the failure.
 
         Raises:
-            ValueError: On all ranks, if they loaded different states.
-            RuntimeError: A rank did not load a state before this step.
+            ValueError: On all ranks that compare: they loaded different states.
+            RuntimeError: Another rank did not load a state before this step.
         """
         loaded = self._source.loaded
         if loaded is self._compared:
@@ -87,15 +88,15 @@ class LoadConsistencyCheck(StepListener):
         self._compared = loaded
 
     def _differs(self, ranks: Communicator, loaded: Mapping[str, str]) -> bool:
-        """Returns whether the ranks loaded different states, by one small all-reduce of their digests.
+        """Compares digests of what the ranks have loaded by one small all-reduce; every rank calls it, and waits.
 
         Args:
             ranks: Communicator of the ranks.
             loaded: Description of this rank's loaded state.
 
         Returns:
-            Whether they differ; False also if a rank failed meanwhile, which the next launch reports.
+            Whether they differ; False also if a rank failed meanwhile, which the next all-reduce reports.
         """
         digest = hashlib.sha256(json.dumps(list(loaded.items())).encode()).digest()
-        rows = NumberExchange(ranks, [float(int.from_bytes(digest[:6], "big"))]).read()
-        return rows is not None and any(row != rows[other] for row, other in zip(rows, self._like, strict=True))
+        every = NumberExchange(ranks, [float(int.from_bytes(digest[:6], "big"))]).read()
+        return every is not None and any(own != every[other] for own, other in zip(every, self._like, strict=True))

@@ -37,7 +37,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
         model: A DDP model, or a module.
 
     Returns:
-        None if no parameter requires a gradient, or no DDP model holds the first one that does.
+        The group; None for a module if no parameter requires a gradient, or no DDP model holds the first one that does.
 
     Raises:
         ValueError: Several DDP models with different groups hold that parameter.
@@ -56,7 +56,7 @@ def owners_of(state: object, parameter: Tensor, bound: nn.Module | None) -> list
     Args:
         state: The hook's state.
         parameter: One of the bucket's parameters.
-        bound: The model that the state was made from.
+        bound: The model that the state was made from; None if it was made without one.
     """
     if isinstance(bound, DistributedDataParallel) and any(each is parameter for each in bound._module_parameters):
         return [bound]
@@ -66,7 +66,7 @@ def owners_of(state: object, parameter: Tensor, bound: nn.Module | None) -> list
 
 
 def checked_group(owners: Sequence[DistributedDataParallel], own: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Returns the group that a state averages over, when its first bucket has come.
+    """Returns the group that a state averages over, found when its first bucket has arrived.
 
     Args:
         owners: DDP models whose gradients they may be; see `owners_of`.

@@ -10,10 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ReportsFailures(Protocol):
-    """A hook state whose averages an optimizer uses, and whose steps may fail."""
+    """Protocol of hook states whose averages an optimizer uses, and whose steps may fail."""
 
     def raise_failure(self) -> None:
-        """Raises the error with which a step of the state failed, if one did."""
+        """Raises the error with which a step of the state has failed on CUDA, if one has."""
 
 
 _guarded: "weakref.WeakSet[ReportsFailures]" = weakref.WeakSet()
@@ -22,7 +22,7 @@ _guarded: "weakref.WeakSet[ReportsFailures]" = weakref.WeakSet()
 def guard(state: ReportsFailures) -> None:
     """Makes every optimizer of the process raise the failure of `state`, if it has one, before it steps.
 
-    A weak reference to `state` is kept.
+    It is for CUDA. Only a weak reference to `state` is kept; a second call changes nothing.
     """
     _guarded.add(state)
     _register()
@@ -40,6 +40,6 @@ def _register() -> RemovableHandle:
 
 
 def _refuse_step(optimizer: Optimizer, args: object, named: object) -> None:
-    """Raises the failure of a guarded state; torch calls it before each step of any optimizer."""
+    """Raises the failure of the first guarded state that has one; torch calls it before each step of any optimizer."""
     for state in list(_guarded):
         state.raise_failure()

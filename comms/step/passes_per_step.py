@@ -132,8 +132,8 @@ class PassesPerStep(StepListener):
     def step_ended(self, step: EndedStep) -> None:
         """Counts the finished backward pass, if dense gradients of this rank were averaged in it.
 
-        Does not count a pass that `Join` takes for this rank, which has no inputs left; nor any pass if all ranks are
-        on one node, where nothing is compressed.
+        A pass that `Join` takes for this rank, which has no inputs left, is not counted; nor is any pass if all ranks
+        are on one node, where nothing is compressed.
 
         Args:
             step: The finished step; not read.
@@ -198,10 +198,14 @@ class PassesPerStep(StepListener):
         """Returns whether an optimizer has a parameter of this model."""
         return any(id(each) in self._parameters for group in optimizer.param_groups for each in group["params"])
 
-    def _refusal(self, found: str) -> RuntimeError:
-        """Returns the error for the training script; all later passes are refused, too."""
-        self._refused = found
-        return RuntimeError(REFUSED.format(found=found, compressor=self._compression.compressor.name))
+    def _refusal(self, reason: str) -> RuntimeError:
+        """Returns the error to raise for the training script, and has `step_began` refuse all later passes.
+
+        Args:
+            reason: Clause at the beginning of the message: `MOVED`, or `SEVERAL_PASSES` with its number.
+        """
+        self._refused = reason
+        return RuntimeError(REFUSED.format(found=reason, compressor=self._compression.compressor.name))
 
 
 def _values(parameter: Tensor) -> Tensor:

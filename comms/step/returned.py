@@ -50,7 +50,7 @@ HOLDS_AVERAGE = (
 
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    """A parameter's `.grad` as it was when its bucket was passed to the hook.
+    """Describes a parameter's `.grad` as it was when its bucket was passed to the hook.
 
     Attributes:
         parameter: The parameter.
@@ -70,7 +70,12 @@ class _Returned:
 
     @property
     def is_kept(self) -> bool:
-        """Whether `.grad` is still the tensor passed to the hook: not None, and not set by the script."""
+        """Whether the parameter's `.grad` is still the tensor that was passed to the hook, or DDP's copy of it.
+
+        False if `.grad` is None, or if the script has set another tensor. If the tensor was a view of DDP's bucket,
+        another view with equal values counts as the same: DDP rebuilds its buckets once, and copies each `.grad` into
+        them. Only then are values compared, for which it waits for the device on CUDA.
+        """
         grad = self.parameter.grad
         if grad is None or self.view is None or grad is self.view:
             return grad is not None and grad is self.grad()
@@ -79,10 +84,12 @@ class _Returned:
 
 
 class ReturnedGradients(StepListener):
-    """Follows which parameters' `.grad` holds an average that the hook has returned.
+    """Refuses gradients whose `.grad` still holds an average that the hook has returned in an earlier backward pass.
 
-    Invariant: a parameter is in `_returned` from the hand-over of its bucket until `.grad` is first accumulated into or
-    handed over again.
+    It counts only parameters of which the compressor keeps the optimizer's momentum.
+
+    Invariant: a parameter is in `_returned` from the time when its bucket is passed to the hook until `.grad` is first
+    accumulated into or passed to the hook again.
 
     Args:
         compression: The compressor whose momentum counts.
@@ -102,12 +109,12 @@ class ReturnedGradients(StepListener):
         weakref.finalize(self, _remove, self._handles)
 
     def bucket_arrived(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
-        """Refuses gradients that hold an average of an earlier pass; else records those that DDP replaces by averages.
+        """Refuses gradients that hold an average of an earlier pass, and records those that DDP replaces by averages.
 
-        Only parameters whose compressor keeps a momentum count. On CUDA it may wait for the device.
+        Only parameters of which the compressor keeps a momentum count. On CUDA it may wait for the device.
 
         Raises:
-            RuntimeError: One of them holds an average, and its compressor keeps a momentum.
+            RuntimeError: One of them holds an average.
         """
         if self._compression.is_idle or layout is None:
             return
@@ -151,8 +158,8 @@ class ReturnedGradients(StepListener):
     def _holds_average(self, parameter: Tensor) -> bool:
         """Returns whether a parameter's `.grad` holds the average of an earlier pass when its bucket gets to the hook.
 
-        Forgets what was noted of it. False also if the versions do not tell; then all parameters are watched from now
-        on.
+        It also forgets the record of that pass. False also if the tensor's version does not tell; then all parameters
+        are watched from now on. Waits for the device on CUDA if it has to look at values.
         """
         before = self._returned.pop(id(parameter), None)
         if before is None or not before.is_kept:
@@ -166,7 +173,7 @@ class ReturnedGradients(StepListener):
         return bool(parameter.grad.any())
 
     def _watch(self, parameter: Tensor) -> None:
-        """Registers a hook with autograd that calls `_before_accumulation` before `.grad` is accumulated into."""
+        """Makes autograd call `_before_accumulation` before it accumulates into a parameter's `.grad`."""
         # The node refers to its hooks from C++, which the garbage collector does not follow: no hook may hold `self`.
         node: Any = get_gradient_edge(parameter).node
         own, key = weakref.ref(self), id(parameter)
@@ -179,6 +186,8 @@ class ReturnedGradients(StepListener):
 
     def _before_accumulation(self, before: _Returned) -> None:
         """Notes a parameter whose `.grad` holds an average (is not zero) before the first accumulation into it.
+
+        Called by autograd, in its threads. On CUDA the device decides, and `bucket_arrived` reads the result.
 
         Args:
             before: The `.grad` as it was passed to the hook.

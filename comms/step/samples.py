@@ -33,7 +33,7 @@ NO_SAMPLES = (
 
 
 class SampleWeights(StepListener):
-    """Scales each step's gradients by this rank's weight n_i / N, and holds them back until the weight is known.
+    """Scales each step's gradients by this rank's share n_i / N of the samples, and defers them until it is known.
 
     Args:
         communicator: Communicator of the gradients.
@@ -51,7 +51,7 @@ class SampleWeights(StepListener):
         self._held: list[AllReduce] = []
 
     def step_began(self, steps: int) -> None:
-        """Starts to send this rank's number of samples to all ranks; see `StepListener.step_began`."""
+        """Starts to send this rank's number of samples to all ranks, and returns at once."""
         self._shared = NumberExchange(self._communicator, [UNKNOWN if self.count is None else float(self.count)])
 
     def due(self, launches: Sequence[AllReduce], *, wait: bool) -> Sequence[AllReduce]:
@@ -62,7 +62,7 @@ class SampleWeights(StepListener):
             wait: Whether the host waits for the weights of the step.
 
         Returns:
-            All held all-reduces and `launches`; none as long as the weights are not known.
+            All deferred all-reduces and `launches`; none as long as the weights are not known.
 
         Raises:
             ValueError: On all ranks: a rank has not set its samples, or all have 0.
@@ -94,18 +94,19 @@ class SampleWeights(StepListener):
             values.mul_(self.scale)
 
     def _take(self, shared: NumberExchange) -> None:
-        """Sets the weight of the step from the numbers of all ranks; a failed exchange raises at the first launch.
+        """Sets the weight of the step from the numbers of all ranks, for which it waits.
+
+        If the exchange has failed, the weight stays as it was: the next all-reduce raises the failure.
 
         Args:
-            shared: Exchange of the ranks' numbers of samples; waited for.
+            shared: Exchange of the ranks' numbers of samples.
 
         Raises:
             ValueError: On all ranks: a rank has not set its samples, or all have 0.
         """
-        rows = shared.read()
-        if rows is None:
+        if (numbers := shared.read()) is None:
             return
-        counts = [count for (count,) in rows]
+        counts = [count for (count,) in numbers]
         if missing := [str(rank) for rank, count in enumerate(counts) if count == UNKNOWN]:
             raise ValueError(MISSING_SAMPLES.format(ranks=", ".join(missing)))
         total = sum(counts)

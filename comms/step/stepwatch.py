@@ -17,7 +17,7 @@ LEAST_SPREAD = 4
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Median times of the last steps of one rank.
+    """Holds the median times of the last steps of one rank.
 
     Attributes:
         step_seconds: Seconds from the end of a backward pass to the end of the next one.
@@ -54,7 +54,7 @@ class StepWatch(StepListener):
         self._running: tuple[Mark, Mark, Sequence[Times]] | None = None
 
     def step_ended(self, step: EndedStep) -> None:
-        """Records the end of a step; a step that was not timed drops the one before it too."""
+        """Records the end of a step; after one that was not timed, the step before it is not counted either."""
         if step.timed:
             self.note([bucket.times for bucket in step.buckets])
         else:
@@ -63,7 +63,8 @@ class StepWatch(StepListener):
     def note(self, buckets: Sequence[Times]) -> None:
         """Records the end of a timed backward pass, and adds the times of the step before it.
 
-        That one is complete only now: its last all-reduce may have ended after its backward pass.
+        That one is complete only now: its last all-reduce may have ended after its backward pass. On CUDA the host may
+        wait for the device to finish that step.
 
         Args:
             buckets: Times of the buckets of the step that ends now, in the order of their arrival.

@@ -51,7 +51,7 @@ class UsedMap(StepListener):
 
     @property
     def ends_after_ddp(self) -> bool:
-        """Whether DDP's stream waits for the sum, and DDP takes averages, in a later callback of autograd."""
+        """Whether steps shall end behind DDP's own callback, in which it waits for its sum and takes the averages."""
         return self._in_every_step or self.wants_buckets
 
     def step_began(self, steps: int) -> None:
@@ -73,7 +73,7 @@ class UsedMap(StepListener):
         self._passed += [(parameter, memory, *_written(parameter)) for parameter in parameters]
 
     def last_bucket_sent(self, communicator: Issues) -> None:
-        """Orders DDP's sum, which follows, after all collectives of the step's buckets."""
+        """Makes the current stream wait for all collectives of the step's buckets, so that DDP's sum follows them."""
         if self._in_every_step:
             communicator.sync_current_stream()
 
@@ -85,7 +85,7 @@ class UsedMap(StepListener):
     def unchanged(self) -> list[Tensor]:
         """Returns the parameters into whose `.grad` DDP has not copied the average, and forgets the backward pass.
 
-        Empty if it has copied none at all: then another reducer than DDP will do so later.
+        In the order of the buckets. Empty if DDP has copied none at all: then another reducer will do so later.
         """
         passed, self._passed = self._passed, []
         left = [
@@ -98,6 +98,6 @@ class UsedMap(StepListener):
 
 
 def _written(parameter: Tensor) -> tuple[int, int]:
-    """Returns values that change when a parameter's gradient is written or replaced."""
+    """Returns (address, version) of a parameter's `.grad`, which change if it is written or replaced; else (0, 0)."""
     gradient = parameter.grad
     return (0, 0) if gradient is None else (gradient.data_ptr(), gradient._version)

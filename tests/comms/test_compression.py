@@ -218,7 +218,7 @@ def test_loaded_transfers_stay_until_a_step_replaces_them() -> None:
         end.compression.load_state_dict(saved)
         end.communicator.state_loaded()
         again = end.compression.state_dict()
-        end.compression.take_saved_rows()  # as the hook does when it begins a step
+        end.compression.take_saved_all_reduces()  # as the hook does when it begins a step
         end.step(1, TWO_BUCKETS)
         states = (saved, again, end.compression.state_dict())
         return tuple(torch.as_tensor(state["gradwire/transfers"]) for state in states)  # type: ignore[return-value]

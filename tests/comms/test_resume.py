@@ -14,7 +14,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import gradwire
 from gradwire.comms.fusion import Fusion, FusionPlan
-from gradwire.comms.resume import Resume, from_rows, to_rows
+from gradwire.comms.resume import Resume, decode_all_reduces, encode_all_reduces
 from gradwire.comms.run.all_reduces import Bucket, FutureTensor, finish, pack
 from gradwire.compressors.base import Layout, Slice
 from support.models import Shuffled
@@ -253,12 +253,12 @@ def layout(*runs: tuple[str, int, int], shape: tuple[int, ...] = (10,)) -> Layou
 
 def test_rows_bring_back_the_transfers_of_other_buckets() -> None:
     transfers = [layout(("b", 0, 10), ("a", 0, 4)), layout(("a", 4, 6))]
-    assert from_rows(to_rows(transfers), [layout(("a", 0, 10)), layout(("b", 0, 10))]) == transfers
+    assert decode_all_reduces(encode_all_reduces(transfers), [layout(("a", 0, 10)), layout(("b", 0, 10))]) == transfers
 
 
 @pytest.mark.parametrize("present", [[layout(("a", 0, 10))], [layout(("a", 0, 10), ("b", 0, 9))], []])
 def test_a_step_with_other_elements_is_not_forced_into_them(present: list[Layout]) -> None:
-    assert from_rows(to_rows([layout(("a", 0, 10), ("b", 0, 10))]), present) is None
+    assert decode_all_reduces(encode_all_reduces([layout(("a", 0, 10), ("b", 0, 10))]), present) is None
 
 
 def a_bucket(flat: Tensor, layout: Layout) -> tuple[Bucket, FutureTensor]:
@@ -268,7 +268,7 @@ def a_bucket(flat: Tensor, layout: Layout) -> tuple[Bucket, FutureTensor]:
 
 def test_gradients_travel_in_the_saved_transfers_and_come_back_to_their_buckets() -> None:
     transfers = [layout(("b", 0, 10), ("a", 0, 4)), layout(("a", 4, 6))]
-    resume = Resume(to_rows(transfers), Fusion(FusionPlan()))
+    resume = Resume(encode_all_reduces(transfers), Fusion(FusionPlan()))
     a, b = torch.arange(10.0), torch.arange(100.0, 110.0)
     waiting = [a_bucket(a, layout(("a", 0, 10))), a_bucket(b, layout(("b", 0, 10)))]
     assert not resume.add(waiting[0][0])
@@ -285,7 +285,7 @@ def test_gradients_travel_in_the_saved_transfers_and_come_back_to_their_buckets(
 
 
 def test_a_step_with_other_parameters_travels_as_it_comes_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    resume = Resume(to_rows([layout(("a", 0, 10), ("b", 0, 10))]), Fusion(FusionPlan()))
+    resume = Resume(encode_all_reduces([layout(("a", 0, 10), ("b", 0, 10))]), Fusion(FusionPlan()))
     bucket, future = a_bucket(torch.arange(10.0), layout(("a", 0, 10)))
     resume.add(bucket)
     for launch in resume.end_step():
@@ -295,7 +295,7 @@ def test_a_step_with_other_parameters_travels_as_it_comes_and_says_so(caplog: py
 
 
 def test_an_error_reaches_every_bucket() -> None:
-    resume = Resume(to_rows([layout(("a", 0, 10))]), Fusion(FusionPlan()))
+    resume = Resume(encode_all_reduces([layout(("a", 0, 10))]), Fusion(FusionPlan()))
     bucket, future = a_bucket(torch.zeros(10), layout(("a", 0, 10)))
     for launch in resume.add(bucket):
         finish(launch, pack(launch), RuntimeError("rank 3 is missing"), None)
