@@ -211,7 +211,7 @@ def _add_replicated(model: nn.Module) -> None:
 
 
 def _how(config: Config) -> str:
-    """Returns how gradients are averaged, in words for the log."""
+    """Describes in words for the log how gradients are averaged: exactly, or compressed between nodes."""
     return (
         "exactly" if config.compressor == "none" else f"{config.compressor} between the nodes (one node alone: exactly)"
     )

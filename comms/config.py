@@ -118,8 +118,16 @@ class PlanChoice(OptionGroup):
 class Reduction(OptionGroup):
     """Reduction of the ranks' gradients, a part of `Config`.
 
-    The option `reduction` takes the value of `kind`, or a mapping with some of the names `kind`, `average`,
-    `predivide`, `sum_dtype` and `sparse_as_dense`.
+    The option `reduction` takes the value of `kind`, or a mapping with some of the names of the attributes.
+
+    Attributes:
+        kind: `sum`, or `samples`, which averages over samples instead of ranks.
+        average: Whether gradients are averaged over the ranks; else they are summed.
+        predivide: Divisor of the gradients before the sum; the sum is divided by the number of ranks over it. None
+            divides by the number of ranks before the sum.
+        sum_dtype: `own`, or `float32` for the sums of float16 and bfloat16 buckets between nodes.
+        sparse_as_dense: Whether sparse gradients are sent between nodes as dense tensors; `auto` if that takes fewer
+            bytes.
 
     Raises:
         TypeError: `average` is no bool.
@@ -283,7 +291,7 @@ class Planning:
 
     @property
     def host(self) -> str | None:
-        """Name of the node without the units above it; None takes the host's name."""
+        """Name of the node without the units above it; None if the node has its host's name."""
         return (self.hostname or "").rpartition("/")[2] or None
 
     @property
@@ -385,7 +393,7 @@ class Fusing:
 
     @property
     def learns_cuts(self) -> bool:
-        """Whether the first steps are measured to find which buckets to all-reduce together."""
+        """Whether the cuts between all-reduces are found from the first steps, or read from a file."""
         return self.cuts_file is not None or str(self.fusion).startswith(AUTO_FUSION)
 
     @property
@@ -488,7 +496,10 @@ FUSION, WATCHING, ELASTIC = map(_names_of, (Fusing, Watching, Surviving))
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
-    """Holds all options that a user can set; equal on all ranks, except those that are "own on every rank".
+    """Holds all options that a user can set.
+
+    They are equal on all ranks, except `hostname`, a number in `nic_bytes_per_second`, a file in `fusion` and an
+    address in `elastic`.
 
     Raises:
         TypeError: The value of an option has the wrong type.
@@ -894,7 +905,7 @@ def _rules(text: str) -> tuple[dict[str, object], ...]:
 
 
 def _json(text: str, wanted: str) -> object:
-    """Parses JSON; raises ValueError if the text is none.
+    """Parses JSON and returns its value; raises ValueError if the text is no JSON.
 
     Args:
         text: Text of a variable.

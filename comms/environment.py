@@ -17,7 +17,7 @@ WATCH = "GRADWIRE_WATCH"
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """Holds the options of `gradwire.watch` that the environment gives; the attributes are its parameters."""
+    """Holds the parameters of `gradwire.watch` that the environment sets; None for a file or port that is not set."""
 
     stall_seconds: float
     json: str | None
@@ -118,7 +118,7 @@ def set_launch_order() -> None:
 
 
 def visibility() -> dict[str, str]:
-    """Returns the variables of `topology.visible.VARIABLES` that are set; they decide which GPUs this process sees."""
+    """Returns name -> value of the variables that are set and decide which GPUs this process sees; see `VARIABLES`."""
     from gradwire.topology.visible import VARIABLES  # here: a configuration needs nothing of the topology
 
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}

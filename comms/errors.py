@@ -18,7 +18,7 @@ class PeerError(RuntimeError):
         self.missing = missing
 
     def __reduce__(self) -> tuple[type["PeerError"], tuple[str, tuple[int, ...]]]:
-        """Pickles with `missing`, so that a worker process can hand the error to its parent."""
+        """Pickles the error with `missing`, so that a worker process can pass it to its parent."""
         return type(self), (str(self), self.missing)
 
 

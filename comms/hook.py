@@ -222,7 +222,7 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         return Bucket.of(bucket.buffer()).give_up() if future is None else future
 
     def _add(self, bucket: GradBucket, *, begins: bool) -> FutureTensor:
-        """Connects at the first bucket, begins a step, and starts the bucket's all-reduce; returns its future."""
+        """Adds a bucket to the step, which it begins if `begins`; connects at the first bucket; returns its future."""
         flat = bucket.buffer()
         # Refuse before anything is connected or sent, so that the next step works.
         if begins and flat.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -68,7 +68,7 @@ class ParameterNames:
         return self._bound
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Returns (name, parameter) of the parameters known so far: of the bound model, else those seen in buckets."""
+        """Returns (name, parameter) of all parameters of the bound model, in order; else of those seen in buckets."""
         return [
             (self._names[id(parameter)], parameter) for parameter in self._parameters if id(parameter) in self._names
         ]

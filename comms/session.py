@@ -113,7 +113,7 @@ class SessionRanks:
         Args:
             group: The process group.
             kind: Kind of session; sessions of a kind are made in the same order on all ranks of the group.
-            failure_policy: See the attribute.
+            failure_policy: Replaces the report of failed ranks; with None a failed rank ends the job.
             reporter: Failure reporter shared with other groups; None makes one for these ranks.
         """
         name = cls.name_in(group, kind)
@@ -237,7 +237,7 @@ class AveragingSession:
             compare_loaded(self.listeners, ranks, source, consensus, changed=changed, kept=kept)
 
     def _consensus(self, name: str, timeout: timedelta) -> "Agreement":
-        """Makes an object by which all ranks agree on values, through the store; every rank calls it with these values.
+        """Makes an object by which ranks agree on values, through the store; all ranks call it with equal arguments.
 
         Args:
             name: Prefix of its keys, unique among the agreements of this session.

@@ -26,7 +26,7 @@ class LightningCallback(pytorch.Callback):
 
     Each rank writes a file of its own beside each checkpoint, `epoch=1.ckpt.gradwire_state_0.pth`, through the
     Trainer's checkpoint plugin, and `fit(ckpt_path=...)` restores it: nothing of it goes through the network. With one
-    process there is nothing to average, and it does nothing. Residuals follow the loss scale of precision "16-mixed".
+    process there is nothing to average, and it only warns. Residuals follow the loss scale of precision "16-mixed".
 
     Args:
         **options: Fields of `gradwire.Config` by name.

@@ -36,7 +36,7 @@ class TransformersCallback(TrainerCallback):
     """Registers gradwire's hook when training starts: `trainer.add_callback(Callback(trainer, compressor="int8"))`.
 
     Every checkpoint holds each rank's state, and `train(resume_from_checkpoint=...)` restores it. With one process
-    there is nothing to average, and it does nothing. Residuals follow the loss scale of `fp16=True`.
+    there is nothing to average, and it only warns. Residuals follow the loss scale of `fp16=True`.
 
     Args:
         trainer: Trainer that the callback is added to; its method that loads the optimizer is wrapped, to learn which

@@ -207,7 +207,10 @@ class PairedExchanges:
         return found
 
     def sums_as_rings(self) -> bool:
-        """Returns whether gloo's all_reduce adds in the order of `ring_runs`; all ranks call it, with one result."""
+        """Returns whether gloo's all_reduce adds in the order that `sum_order.ring_runs` describes.
+
+        All ranks call it, wait for each other's trial sums, and get the same result.
+        """
         wrong = False
         if (rail := self._rail) is not None:
             wrong = not self._call("a trial sum", lambda: sums_as_rings(rail))

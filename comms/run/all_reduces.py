@@ -147,8 +147,8 @@ class Bucket:
     def result(self) -> FutureTensor:
         """Returns the future of the averaged `flat`; on a CPU waiting for it raises the bucket's error.
 
-        On CUDA waiting for it makes the current stream wait, not the host, and never raises: the executor raises the
-        error at its next `start`, `release` or `raise_failure`.
+        On CUDA waiting for it makes the current stream wait, not the host, and does not raise the error: the executor
+        does so at its next `start`, `release` or `raise_failure`.
         """
         if not self.flat.is_cuda:
             assert self.future is not None

@@ -177,7 +177,8 @@ class Executor(ABC):
 
         All-reduces that are unfinished after the wait are given up. On a CPU they are aborted on all ranks, and their
         futures completed with an error, for which it waits up to 2 s more. On CUDA their averages are undefined, and
-        one element of the step's last bucket becomes NaN, so that the step is not taken for a good one.
+        one element of the bucket that `poison` was called for becomes NaN, so that the step is not taken for a good
+        one.
 
         Args:
             seconds: Longest wait. None: `CLOSING_SECONDS` (5 s) on a CPU; on CUDA the time-out of collectives. A rank

@@ -100,7 +100,8 @@ class FailureHandler:
 
         Args:
             where: Name of the collective that has failed on this rank, for the message.
-            members: Global ranks of that collective; `error.missing` holds indices into it.
+            members: Ranks of that collective, by their numbers in this communicator; `error.missing` holds indices into
+                it.
             error: Error that the collective raised.
 
         Returns:

@@ -152,8 +152,9 @@ class PassesPerStep(StepListener):
             optimizer: Any optimizer of the process, just before its step.
 
         Raises:
-            RuntimeError: The weights have moved between two passes since the last step. Once in a training that has
-                taken other steps this is let pass: a step may have been skipped, and weights exchanged for a test.
+            RuntimeError: The weights have moved between two passes before this step, and did so before the last step,
+                too, if there was one. A single time is accepted: a step may have been skipped, and weights exchanged
+                for a test.
         """
         if not self._is_of_model(optimizer):
             return

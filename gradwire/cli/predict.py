@@ -234,7 +234,7 @@ def _counts(text: str) -> tuple[int, ...]:
     """Parses the value of `--ranks-per-node`: one number of ranks for all nodes, `2`, or one for each, `2,1`.
 
     Raises:
-        argparse.ArgumentTypeError: A number is none, or out of range.
+        argparse.ArgumentTypeError: A value is no whole number, or out of range.
     """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS_OF_A_NODE for word in words):
@@ -252,7 +252,7 @@ def _rate(text: str) -> int:
     is missing, such as `--gradient-mb`.
 
     Raises:
-        argparse.ArgumentTypeError: It is no rate, or out of range.
+        argparse.ArgumentTypeError: The text is no rate, or out of range.
     """
     try:
         return parse_rate(text, "")
@@ -287,7 +287,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
 
 
 def read_question(options: argparse.Namespace) -> Question:
-    """Reads the files and checks the numbers that the options give, and returns the question that they ask.
+    """Checks the options of a prediction, reads its files, and returns its inputs.
 
     Args:
         options: Parsed options of the command line, without `--models`.
@@ -365,7 +365,7 @@ def ranks_of(machine: Machine, options: argparse.Namespace) -> int:
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
-    """Returns the machine that the nodes are made of.
+    """Returns the machine that each node is; all nodes are alike.
 
     Args:
         options: Parsed options: `topology`, else `preset`, else the assumed machine.
@@ -392,7 +392,7 @@ def forward_seconds(options: argparse.Namespace, backward_seconds: float) -> flo
 
 
 def question_about(model: PublicModel, machine: Machine, options: argparse.Namespace) -> Question:
-    """Returns the question about a public model, with its assumed backward time unless `--backward-ms` is set.
+    """Returns the inputs of a prediction for a public model, with an assumed backward time without `--backward-ms`.
 
     Args:
         model: Public model, scaled to the machine's devices.

@@ -129,7 +129,7 @@ class Answer:
 
 
 def as_json(answer: Answer) -> Object:
-    """Returns the advice as dictionaries that JSON can hold.
+    """Returns the answer as dictionaries that JSON can hold: its inputs, all predictions and the recommendation.
 
     Args:
         answer: The predictions.
