@@ -23,11 +23,11 @@ from itertools import chain
 from gradwire.comms.bootstrap.compat import queue_end_of_backward
 from gradwire.comms.run.all_reduces import Bucket
 
-TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
-"""Begin and end (exclusive) of the long timed range, period of the short ones, and number of steps in each of those.
-The first short range is steps 0 to 2, so steps 0 to 22 are timed, then 100 to 102, 200 to 202 and so on.
-`report()` and `advise()` use only these steps on CUDA, because recording events costs host time. In a timed step
-uncompressed buckets run on a side stream, even if a single all-reduce would not need one."""
+TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 23, 100, 3
+"""End (exclusive) of the range of timed steps that a training begins with, period of the short ranges that follow, and
+number of steps in each of those: steps 0 to 22 are timed, then 100 to 102, 200 to 202 and so on. `report()` and
+`advise()` use only these steps on CUDA, because recording events costs host time. In a timed step uncompressed buckets
+run on a side stream, even if a single all-reduce would not need one."""
 
 
 def is_timed(step: int) -> bool:
@@ -38,7 +38,7 @@ def is_timed(step: int) -> bool:
     Args:
         step: Number of backward passes before this one.
     """
-    return TIMED_FROM <= step < TIMED_UNTIL or step % TIMED_EVERY < STEPS_IN_A_ROW
+    return step < TIMED_UNTIL or step % TIMED_EVERY < STEPS_IN_A_ROW
 
 
 class StepState(Enum):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.comms.step.backward_tracker import BackwardTracker, StepState
+from gradwire.comms.step.backward_tracker import BackwardTracker, StepState, is_timed
 
 
 def tracker_after(
@@ -64,3 +64,7 @@ def test_one_end_for_each_begin(steps: int) -> None:
         assert tracker.in_step
         ends += tracker.last_bucket_arrived() + tracker.backward_ended()
     assert ends == steps
+
+
+def test_the_first_23_steps_and_three_of_every_hundred_are_timed() -> None:
+    assert [step for step in range(210) if is_timed(step)] == [*range(23), 100, 101, 102, 200, 201, 202]
