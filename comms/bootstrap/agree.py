@@ -95,11 +95,11 @@ class Agreement:
         Args:
             value: JSON value of this rank.
             rule: Maps the values, in rank order, to the result, a JSON value; called on rank 0 only. A `ValueError`
-                refuses.
+                refuses with its text; so does any other exception, by its type, too.
 
         Raises:
-            ValueError: A rank did not take part within the timeout, or has exited, or the rule refused; raised on all
-                ranks that take part.
+            ValueError: A rank did not take part within the timeout, or has exited, or the rule raised or returned no
+                JSON value; raised on all ranks that take part.
             StoreUnreachableError: The store does not answer.
         """
         self._round += 1
@@ -197,19 +197,21 @@ class Agreement:
 
         Args:
             place: Prefix of the keys of this round in the store.
-            rule: Maps the values, in rank order, to the result; a `ValueError` refuses.
+            rule: Maps the values, in rank order, to the result; an exception refuses.
 
         Raises:
             ValueError: The verdict is a refusal: of the rule, or because a rank is missing.
+            StoreUnreachableError: The store does not answer, so that no verdict can be published.
         """
         try:
             values = self._values(place)
-            verdict = [REFUSED, self._missing(place)] if values is None else ["accepted", rule(values)]
-        except ValueError as error:
-            verdict = [REFUSED, str(error)]
-        except PeerError as error:
-            verdict = [REFUSED, str(error)]
-        self._store.compare_set(f"{place}/verdict", "", json.dumps(verdict))
+            verdict = json.dumps([REFUSED, self._missing(place)] if values is None else ["accepted", rule(values)])
+        except StoreUnreachableError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for a verdict
+            known = isinstance(error, ValueError | PeerError)
+            verdict = json.dumps([REFUSED, str(error) if known else f"{type(error).__name__}: {error}"])
+        self._store.compare_set(f"{place}/verdict", "", verdict)
         return self._result(place)
 
     def _values(self, place: str) -> list[object] | None:

@@ -1,7 +1,7 @@
 """Law: every rank gets the same decision, also where some are absent."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import pytest
@@ -40,6 +40,26 @@ def test_ranks_that_want_different_things_are_refused_alike() -> None:
     texts = run_ranks(3, lambda rank: outcome(store, rank, 3, rank // 2, 10))
     assert len(set(texts)) == 1
     assert "different things" in texts[0]
+
+
+def fails(values: list[object]) -> object:
+    raise LookupError(f"no plan for {values}")
+
+
+@pytest.mark.parametrize(("rule", "cause"), [(fails, "LookupError: no plan for [0, 1, 2]"), (set, "TypeError: ")])
+def test_a_rule_that_fails_or_returns_no_json_refuses_on_all(
+    rule: Callable[[list[object]], object], cause: str
+) -> None:
+    """Law: rank 0, which alone applies the rule, ends as the others do, and at once."""
+    store = HashStore()
+
+    def run(rank: int) -> str:
+        with pytest.raises(ValueError, match="`plan` was refused on all ranks") as caught:
+            Agreement(store, rank, 3, "plan", timedelta(seconds=10)).decide(rank, rule)
+        return str(caught.value)
+
+    texts = run_ranks(3, run)
+    assert len(set(texts)) == 1 and cause in texts[0]
 
 
 @pytest.mark.parametrize("absent", [0, 2])
