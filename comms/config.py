@@ -1,6 +1,7 @@
 """Options of the hook: one frozen `Config`, checked in one place, and the variables that set its fields."""
 
 import dataclasses
+import importlib.metadata
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
+from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -43,6 +45,9 @@ NVTX = "nvtx"
 """Value of `trace` that marks NVTX ranges for Nsight Systems, and writes no file."""
 TRACE_STEPS = 20
 """Steps of a trace if no number is given."""
+
+VERSION = "gradwire"
+"""Key of gradwire's version among the settings that must be equal on all ranks; versions before it have no such key."""
 
 AUTOMATIC = ENVIRONMENT_PREFIX + "HOOK"
 """Names the compressor that every DDP model of the process gets, `none` for an exact hook."""
@@ -639,7 +644,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         return Config(**{name: getattr(self, name) for name in names})
 
     def shared(self) -> dict[str, str]:
-        """Returns name -> value as text of the options that must be equal on all ranks.
+        """Returns what must be equal on all ranks, as text: `VERSION` -> gradwire's, then option's name -> value.
 
         `hostname` is left out. A rate, a file of cuts and the address in `elastic`, which each rank has for itself, are
         replaced by a text that says only that there is one.
@@ -651,7 +656,16 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Planning):
         values["elastic"] = bool(self.elastic)
         if self.cuts_file is not None:  # each rank may name another file
             values["fusion"] = f"a file:{self.fusion_mb}"
-        return {name: _plain(value) for name, value in values.items()}
+        return {VERSION: own_version()} | {name: _plain(value) for name, value in values.items()}
+
+
+@cache
+def own_version() -> str:
+    """Returns the version of the installed gradwire, as `gradwire --version` prints it; `not installed` without one."""
+    try:
+        return importlib.metadata.version("gradwire")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 _made = False

@@ -33,6 +33,7 @@ from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.bootstrap.probe import MOST_PROBES, Backoff, FindExited, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Within, inflated
+from gradwire.comms.config import VERSION, own_version
 from gradwire.comms.errors import DidNotJoinError, PeerError
 
 log = logging.getLogger("gradwire")
@@ -52,6 +53,9 @@ GRACE_SECONDS = 2.0
 
 LATE_SECONDS = 30.0
 """Time after which a rank logs which ranks all wait for. The timeout, torch's by default, may be half an hour."""
+
+ONE_VERSION = "install the same version on all nodes (pip install gradwire==VERSION, or one wheel)"
+"""Remedy where ranks have unlike versions of gradwire."""
 
 ROUND = "round"
 """Key of rank 0's record: generation id, the settings that must agree, and the outcome once there is one."""
@@ -140,6 +144,11 @@ class PeerInfos(Sequence[PeerInfo]):
 
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
+    def settings(self) -> list[tuple[int, Mapping[str, str]]]:
+        """Returns each distinct value of `PeerInfo.shared`, after the first rank that has it."""
+        ranks = self._columns["shared"][1]
+        return [(ranks.index(number), shared) for number, shared in enumerate(self._parsed["shared"])]
+
     def pack(self) -> bytes:
         """Serializes this into compressed bytes, which `unpack` parses on another rank."""
         return _pack(self._columns)
@@ -182,8 +191,8 @@ def exchange(
             and did not finish.
         PeerError: A rank exited before all had joined.
         StoreUnreachableError: The store does not answer.
-        ValueError: A rank has another world size, device, or configuration; the message names the field and both
-            values. Raised on every rank.
+        ValueError: A rank has another world size, device, configuration or version of gradwire; the message names the
+            field and both values. Raised on every rank.
     """
     polling = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=own.size)
     rank = (_Leader if own.rank == 0 else _Follower)(polling, own, timeout, server, ended)
@@ -192,6 +201,12 @@ def exchange(
     except StoreUnreachableError as error:
         rank.leave()
         raise StoreUnreachableError(f"rank {own.rank} of {own.size} could not finish its start-up: {error}") from error
+    except MessageError as error:
+        rank.leave()
+        raise rank.refuse(
+            f"rank {own.rank}, of gradwire {own_version()}, cannot read what another rank has published, which is "
+            f"probably of another version: {ONE_VERSION} ({error})"
+        ) from error
     except BaseException:
         rank.leave()
         raise
@@ -247,11 +262,12 @@ class _Rank:
     def _block(self, number: int) -> range:
         return range(number * BLOCK, min((number + 1) * BLOCK, self._own.size))
 
-    def _refuse(self, reason: str) -> ValueError:
-        """Returns the error once the other ranks have read the reason, too: this process may serve the store.
+    def refuse(self, reason: str) -> ValueError:
+        """Publishes why the rendezvous is refused, and returns the error once the other ranks have read it.
 
-        Waits for them for `LINGER_SECONDS` at most.
+        Waits for them for `LINGER_SECONDS` at most: this process may serve the store.
         """
+        self._tell(reason)
         deadline = time.monotonic() + LINGER_SECONDS
         naps = Naps(self._own.size)
         key = f"{self._generation}/refusals"
@@ -263,6 +279,10 @@ class _Rank:
             # The server has exited nevertheless, so there is nothing to wait for.
             return ValueError(reason)
         return ValueError(reason)
+
+    def _tell(self, reason: str) -> None:
+        """Asks rank 0 to refuse the rendezvous for all, unless another rank has asked before."""
+        self._store.compare_set(f"{self._generation}/refused", "", reason)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
         """Probes ranks at the addresses they have published, now or in an earlier group.
@@ -337,9 +357,7 @@ class _Leader(_Rank):
             self._pack_block()
             # A rank whose settings differ has refused: end for all with its reason.
             if self._store.check([f"{self._generation}/refused"]):
-                reason = self._store.read(f"{self._generation}/refused").decode()
-                self._announce(self._generation, {"refused": reason})
-                raise self._refuse(reason)
+                raise self.refuse(self._store.read(f"{self._generation}/refused").decode())
             if self._packed and self._store.check(blocks):
                 break
             # Name the missing ranks after the timeout, or earlier if they are known to have exited.
@@ -358,9 +376,16 @@ class _Leader(_Rank):
             naps.sleep(self._deadline)
         # All have joined: publish the table, then the outcome.
         found = PeerInfos(self._generation, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
+        for rank, shared in found.settings():  # a rank of a version that compares no versions has refused nothing
+            if shared.get(VERSION) != (own := self._own.shared.get(VERSION)):
+                raise self.refuse(_mismatch(VERSION, rank, shared.get(VERSION), own))
         self._store.set(f"{self._generation}/all", found.pack())
         self._announce(self._generation, {})
         return found
+
+    def _tell(self, reason: str) -> None:
+        """Refuses the rendezvous for all ranks."""
+        self._announce(self._generation, {"refused": reason})
 
     def _announce(self, generation: str, outcome: dict[str, object] | None = None) -> None:
         """Publishes rank 0's record under `ROUND`, for the other ranks to follow.
@@ -476,15 +501,14 @@ class _Follower(_Rank):
         self.leave()
         self._generation = record["generation"]
         if (reason := _misfit(self._own, record)) is not None:
-            self._store.compare_set(f"{self._generation}/refused", "", reason)
-            raise self._refuse(reason)
+            raise self.refuse(reason)
         self._publish(record["generation"])
         self._deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS + Naps(self._own.size).longest
 
     def _finish(self, outcome: dict[str, Any]) -> PeerInfos:
         """Reads the table of infos, or raises the error that rank 0 has published as the outcome."""
         if "refused" in outcome:
-            raise self._refuse(outcome["refused"])
+            raise self.refuse(outcome["refused"])
         if "missing" in outcome:
             raise self._did_not_join(outcome["missing"])
         if "ended" in outcome:
@@ -514,6 +538,11 @@ def _misfit(own: PeerInfo, record: dict[str, Any]) -> str | None:
 
 
 def _mismatch(name: str, rank: int, here: object, there: object) -> str:
+    if name == VERSION:
+        return (
+            f"`{VERSION}` is {here or 'of an earlier version'} on rank {rank} and {there or 'of an earlier version'} "
+            f"on rank 0; wanted the same on all ranks, as their messages may differ: {ONE_VERSION}"
+        )
     if name == "kernels":
         return (
             f"`kernels` are {here} on rank {rank} and {there} on rank 0; wanted the same on all ranks: "

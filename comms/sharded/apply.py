@@ -16,7 +16,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore, store_of, timeout_of
 from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import ASSUME, ELASTIC, FUSION, MEASURE, SUMMING, Config
+from gradwire.comms.config import ASSUME, ELASTIC, FUSION, MEASURE, SUMMING, Config, own_version
 from gradwire.comms.plan.plan import describe_plans
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.session import SessionRanks
@@ -122,7 +122,7 @@ def apply(
     # Compare the settings of all ranks, so that a mistake on one of them raises on all.
     replica_ranks = _replica_ranks(param_groups, replicas)
     wanted = (
-        f"replicas of {len(replica_ranks)} ranks, shards={shards!r}, weights={weights!r}, "
+        f"gradwire {own_version()}, replicas of {len(replica_ranks)} ranks, shards={shards!r}, weights={weights!r}, "
         f"seed={seed}, {_shapes(param_groups, names)}"
     )
     config = config.with_timeout_of(timeout_of(dist.group.WORLD, param_groups[0].device if param_groups else CPU))

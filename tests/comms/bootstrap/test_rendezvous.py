@@ -18,7 +18,7 @@ from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
 from gradwire.comms.bootstrap.rendezvous import BLOCK, PeerInfos, exchange
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.config import Config
+from gradwire.comms.config import VERSION, Config
 from gradwire.comms.errors import PeerError
 from gradwire.topology.fabric import fabric_of
 from gradwire.topology.host_summary import Hardware
@@ -226,3 +226,41 @@ def test_ranks_give_their_nodes_rates_all_or_none() -> None:
         return str(caught.value)
 
     assert all("'a number' on rank 1 and None on rank 0" in text for text in run_ranks(2, run))
+
+
+@pytest.mark.parametrize(("first", "second"), [("0.1", "0.2"), ("0.2", None), (None, "0.2")])
+def test_ranks_of_different_versions_do_not_start(first: str | None, second: str | None) -> None:
+    """Law: all ranks hear of both; None is of a version that publishes and compares none."""
+    store, versions = HashStore(), (first, second, first)
+
+    def run(rank: int) -> str:
+        own, version = saying(rank, 3), versions[rank]
+        others = {name: value for name, value in own.shared.items() if name != VERSION}
+        with pytest.raises(ValueError, match="install the same version on all nodes") as caught:
+            exchange(store, replace(own, shared=others if version is None else {VERSION: version} | others), SECONDS)
+        return str(caught.value)
+
+    texts = run_ranks(3, run)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(
+        f"`gradwire` is {second or 'of an earlier version'} on rank 1 and {first or 'of an earlier version'} on rank 0"
+    )
+
+
+def test_a_rank_whose_info_cannot_be_read_is_taken_for_one_of_another_version() -> None:
+    """It says more than this version knows; the others are told so before the time-out."""
+    store = HashStore()
+
+    def run(rank: int) -> str:
+        if rank == 2:
+            follower = rendezvous._Follower(PollingStore(store, SECONDS), saying(2, 3), SECONDS, None, None)
+            publish = follower._store.set
+            follower._store.set = lambda key, value: publish(  # type: ignore[method-assign]
+                key, value.replace('"device"', '"hue": 3, "device"')
+            )
+        with pytest.raises(ValueError, match="install the same version on all nodes") as caught:
+            follower.run() if rank == 2 else exchange(store, saying(rank, 3), SECONDS)
+        return str(caught.value)
+
+    texts = run_ranks(3, run)
+    assert len(set(texts)) == 1 and texts[0].startswith("rank 0, of gradwire ")
