@@ -84,6 +84,11 @@ class Compression:
         """Whether nothing is compressed, because all ranks are on one node."""
         return self.placement.startswith(IDLE)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps tensors from step to step, such as residuals or momenta, now or after a dense start."""
+        return not self.is_idle and any(map(_keeps, traits_of(self.compressor).every()))
+
     def renumber(self, rank: int, size: int) -> None:
         """Sets the number of this rank and the number of ranks, after ranks have left or joined.
 
@@ -142,7 +147,18 @@ class Compression:
             BaseException: Error of a bucket's all-reduce; then nothing is committed or dropped.
         """
         verdicts = [is_finite(_wait(bucket)) for bucket in buckets]
-        self.decide(all(verdicts), layouts)
+        self.end_pass(finite=all(verdicts), layouts=layouts)
+
+    def end_pass(self, *, finite: bool, layouts: Sequence[Layout]) -> None:
+        """Does what `decide` does for the averages of gradients, and warns of a loss scale that is not known.
+
+        Args:
+            finite: Whether all averages of the step are finite.
+            layouts: Layout of each all-reduce of the step, in the order in which they were started.
+        """
+        self.decide(finite, layouts)
+        if not finite and self.keeps:
+            self.loss_scale.warn_if_unknown()
 
     def decide(self, finite: bool, layouts: Sequence[Layout]) -> None:
         """Commits the changes of state of a step, or drops them; its buckets must be done.
@@ -205,6 +221,8 @@ class Compression:
             self.compressor.retract_step()
             self._dirty = True
             self.flushing = self.flushing or flushed
+            if self.keeps:
+                self.loss_scale.warn_if_unknown()
 
     @property
     def dirty(self) -> bool:
@@ -272,6 +290,12 @@ class Compression:
         self._saved_all_reduces = rows if rows.numel() else None
         facts = self.progress() | {"placement": placement, "transfers": str(rows.tolist())}
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": _shortly(str(value)) for key, value in facts.items()}
+
+
+def _keeps(compressor: Compressor) -> bool:
+    """Returns whether a compressor keeps tensors; of one that does not say what it keeps, whether it does now."""
+    fields = getattr(compressor, "fields", ())
+    return bool(fields) or any(isinstance(value, Tensor) for value in compressor.state_dict().values())
 
 
 def refuse_not_finite(state: Mapping[str, StateValue]) -> None:

@@ -1,5 +1,6 @@
 """Tracks the loss scale of the gradients, and rescales residuals, which carry the scale of the step they come from."""
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -7,6 +8,15 @@ from typing import Protocol
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import device_scale_of
+
+UNKNOWN_SCALE = (
+    "the average of a gradient is infinite or NaN, and gradwire knows of no loss scale. If a GradScaler scales the "
+    "loss, it now lowers its scale, and what the compressor has held back of earlier gradients keeps the old one: call "
+    "state.watch(scaler) once, before the first step. A script that scales the loss itself calls "
+    "state.set_loss_scale(scale) before each backward pass"
+)
+
+log = logging.getLogger("gradwire")
 
 
 class LossScaler(Protocol):
@@ -30,6 +40,8 @@ class LossScale:
         self.value: float | Tensor = 0.0
         self._rescale = rescale
         self._scaler: LossScaler | None = None
+        self._is_told = False
+        """Whether the script has named its scale, or was warned that it has not."""
 
     def watch(self, scaler: LossScaler) -> None:
         """Makes `follow` take the scale of a scaler from now on; changes no residual yet.
@@ -37,7 +49,7 @@ class LossScale:
         Args:
             scaler: The GradScaler that scales the loss; it replaces one that was set before.
         """
-        self._scaler = scaler
+        self._scaler, self._is_told = scaler, True
 
     @property
     def follows_scaler(self) -> bool:
@@ -76,10 +88,20 @@ class LossScale:
             raise TypeError(f"`scale` is {scale!r} ({type(scale).__name__}); wanted a positive number") from None
         if not fits:
             raise ValueError(f"`scale` is {scale}; wanted a positive number")
+        self._is_told = True
         before = float(self.value)
         if before and scale != before:
             self._rescale(scale / before)
         self.value = scale
+
+    def warn_if_unknown(self) -> None:
+        """Warns, once, if the script has named no loss scale; called after a step with gradients that were not finite.
+
+        Such a step is usual where a GradScaler searches its scale, and a divergence without one.
+        """
+        if not self._is_told:
+            self._is_told = True
+            log.warning(UNKNOWN_SCALE)
 
 
 def refuse_odd_scale(scale: float) -> None:

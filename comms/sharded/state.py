@@ -547,7 +547,7 @@ class FsdpState(GradientState[AveragingSession]):
                 with communicator.exclusive():
                     compression.end_step_on_device(self._agreed_extremes(communicator), ())
             else:
-                compression.decide(self._agreed(), ())
+                compression.end_pass(finite=self._agreed(), layouts=())
         buckets, self._buckets = self._buckets, []
         session.note_sizes(self._sizes)
         self._sizes.clear()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -13,6 +14,7 @@ from gradwire.comms.checkpoint import Checkpoint, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
+from gradwire.comms.loss_scale import UNKNOWN_SCALE
 from gradwire.comms.report import Report
 from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.compressors.base import Layout, StateDict
@@ -179,6 +181,46 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
 
     for (expected, _), result in zip(through, on_ranks("aabb", name, resumed), strict=True):
         assert torch.equal(expected, result)
+
+
+class Scaler:
+    """A GradScaler that is asked for nothing but its scale."""
+
+    def get_scale(self) -> float:
+        return 1024.0
+
+
+SCALES: dict[str, tuple[str, str, Callable[[Compression], object], int]] = {
+    "nothing is said": ("int8", "ab", lambda compression: None, 1),
+    "a scaler is watched": ("int8", "ab", lambda compression: compression.loss_scale.watch(Scaler()), 0),
+    "the script names its scale": ("int8", "ab", lambda compression: compression.loss_scale.set(8.0), 0),
+    "nothing is held back": ("fp16", "ab", lambda compression: None, 0),
+    "nothing is compressed on one node": ("int8", "aa", lambda compression: None, 0),
+}
+"""Case -> compressor, nodes, what the script says of its loss scale, and warnings of each rank."""
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_an_infinite_average_of_an_unknown_scale_is_warned_of_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    name, nodes, say, wanted = SCALES[case]
+
+    def body(end: Rank) -> int:
+        end.compression.placement = end.communicator.placement
+        say(end.compression)
+        for number in range(3):
+            end.step(number, ONE_BUCKET, poison=number > 0)
+        return 0
+
+    on_ranks(nodes, name, body)
+    assert sum(UNKNOWN_SCALE in each.message for each in caplog.records) == wanted * len(nodes)
+
+
+def test_a_step_that_the_device_has_dropped_is_warned_of_too(caplog: pytest.LogCaptureFixture) -> None:
+    compression = Compression("int8", {}, (), 0, 2)
+    for finite in (True, False):
+        compression._undecided = (SimpleNamespace(read=lambda finite=finite: finite), False)  # type: ignore[assignment]
+        compression.resolve_last_step()
+        assert [UNKNOWN_SCALE in each.message for each in caplog.records] == [True] * (not finite)
 
 
 def test_a_changed_loss_scale_rescales_what_was_held_back() -> None:
