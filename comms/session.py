@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.comms.bootstrap.compat import Store, store_of
 from gradwire.comms.bootstrap.failure_reporter import FailureReporter
@@ -39,7 +40,7 @@ from gradwire.comms.step.features import (
 )
 from gradwire.comms.step.listeners import Grouping, Listeners
 from gradwire.comms.transport.groups import check_transport
-from gradwire.compressors.base import Compressor, StateDict, traits_of
+from gradwire.compressors.base import Compressor, StateDict, keeps_momentum, traits_of
 
 FUSION_TIMEOUT = timedelta(seconds=30)
 """Timeout of `fuse()` for the other ranks to call it with the same plan."""
@@ -53,6 +54,18 @@ UNUSABLE = (
 )
 """Message about a state with residuals; `found` says why this state has no place for them."""
 NO_COMPRESSOR = "`compressor` is not set"
+
+GOES_ON = (
+    "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what it held "
+    "back, so training goes on otherwise than it would have. Save state.state_dict() of each rank, and load it"
+)
+GOES_ON_IN_ANOTHER = (
+    "another state has averaged gradients of this model before, and this one is new: %s starts without the momentum "
+    "and the residuals that the other one holds, so training goes on otherwise than it would have. Before the first "
+    "step call state.load_state_dict(other.state_dict()); if the compressor is another one, call other.flush() and "
+    "take one more step before the model is wrapped again"
+)
+"""Warnings about a state that starts afresh in a training that does not; `%s` is the name of the compressor."""
 
 log = logging.getLogger("gradwire")
 
@@ -73,6 +86,9 @@ _numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]" = weakref
 By the group itself: torch gives names again after `destroy_process_group()`, and of the new group's ranks some may have
 been in the old one, and others not.
 """
+
+_compressed_by = WeakIdKeyDictionary()
+"""Parameter -> weak reference to the `Compression` that has averaged its gradients last, of those that keep tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -828,16 +844,16 @@ class GradientState(TrainingState[S]):
 
         config, this = self.config, weakref.ref(self)
 
-        def resumed() -> None:
+        def begins(optimizer_resumes: bool, parameters: Sequence[Tensor]) -> None:
             if (state := this()) is not None:
-                state._warn_of_resume()
+                state._training_begins(parameters, optimizer_resumes=optimizer_resumes)
 
         def averaged() -> bool:
-            return (state := this()) is not None and (state.steps > 0 or bool(state._kept_in_words()))
+            return (state := this()) is not None and (state.steps > 0 or state.dirty)
 
         name = config.compressor or "none"
         options, rules = config.compressor_options, config.rules
-        self._check = check_at_first_step(model, name, options, rules, resumed, averaged)
+        self._check = check_at_first_step(model, name, options, rules, begins, averaged)
 
     def _check_no_optimizers(self, model: "HasParameters") -> None:
         """Ends the checks that `_check_optimizers` has registered."""
@@ -846,28 +862,33 @@ class GradientState(TrainingState[S]):
 
             withdraw(model, self._check)
 
-    def _warn_of_resume(self) -> None:
-        """Warns in the log that the compressor starts afresh although the optimizer continues from a checkpoint.
+    def _training_begins(self, parameters: Sequence[Tensor], *, optimizer_resumes: bool) -> None:
+        """Warns if the compressor starts afresh, while the training goes on; called before an optimizer's first step.
 
-        Called before the first step of an optimizer whose state was restored. It warns if the compressor keeps tensors
-        from step to step, such as a residual or a momentum, and no state was loaded into this object. It does not warn
-        in a process that joins a running elastic job: the other ranks send it their state.
+        It goes on if the optimizer continues from a checkpoint, or if another state has compressed gradients of the
+        same parameters before and was not flushed, as when a model is wrapped in DDP again. It warns if the compressor
+        keeps tensors from step to step, such as a residual or a momentum, and no state was loaded into this object. It
+        does not warn in a process that joins a running elastic job: the other ranks send it their state.
+
+        Args:
+            parameters: Parameters of the model that require a gradient.
+            optimizer_resumes: Whether the optimizer's state of them was loaded from a checkpoint.
         """
-        if not self._loaded and self.config.join is None and (kept := self._kept_in_words()):
-            log.warning(
-                "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what "
-                "it held back, so training goes on otherwise than it would have. Save state.state_dict() of each "
-                "rank, and load it",
-                kept,
-            )
+        before = next((_compressed_by[each] for each in parameters if each in _compressed_by), None)
+        other = None if before is None else before()
+        loses = before is not None and (other is None or other.dirty or keeps_momentum(other.compressor))
+        compression = None if self._session is None else self._session.compression
+        if compression is not None and compression.keeps:
+            for each in parameters:
+                _compressed_by[each] = weakref.ref(compression)
+        afresh = not self._loaded and self.config.join is None
+        if (optimizer_resumes or loses) and afresh and (kept := self._kept_in_words()):
+            log.warning(GOES_ON if optimizer_resumes else GOES_ON_IN_ANOTHER, kept)
 
     def _kept_in_words(self) -> str:
         """Returns the name of the compressor if it holds tensors for the next step, such as residuals; else ""."""
         compression = None if self._session is None else self._session.compression
-        if compression is None:
-            return ""
-        kept = any(isinstance(value, Tensor) for value in compression.compressor.state_dict().values())
-        return str(self.config.compressor) if kept else ""
+        return str(self.config.compressor) if compression is not None and compression.keeps else ""
 
     def _compressed(self, call: str) -> "Compression":
         """Returns the compression, or raises a ValueError that names the user's call if there is none."""

@@ -1,6 +1,6 @@
 """Checks the optimizer at its first step: only then is it known which optimizer a training script uses."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -36,12 +36,12 @@ _checks: WeakKeyDictionary[HasParameters, Check] = WeakKeyDictionary()
 _passed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[HasParameters, tuple[Check, int]]] = WeakKeyDictionary()
 """Optimizer that has stepped -> model for which it was checked -> (check, number of the optimizer's groups then)."""
 
-Resumed = Callable[[], None]
-"""Function that is called if an optimizer continues from a checkpoint."""
+Begins = Callable[[bool, Sequence[Tensor]], None]
+"""Function that is called with whether the optimizer continues from a checkpoint, and the parameters that it trains."""
 Averaged = Callable[[], bool]
 """Function that returns whether gradients of the model have been averaged; before that, no step is one of training."""
 
-_resumed: WeakKeyDictionary[HasParameters, tuple[Resumed, Averaged]] = WeakKeyDictionary()
+_begin: WeakKeyDictionary[HasParameters, tuple[Begins, Averaged]] = WeakKeyDictionary()
 
 _seen: WeakSet[Optimizer] = WeakSet()
 """Optimizers that have taken a step."""
@@ -54,7 +54,7 @@ def check_at_first_step(
     compressor_name: str,
     options: Mapping[str, Option],
     rules: Sequence[Rule | Mapping[str, object]] = (),
-    resumed: Resumed | None = None,
+    begins: Begins | None = None,
     averaged: Averaged = lambda: True,
 ) -> Check:
     """Runs `check_optimizer` before the first step that an optimizer takes on the model's parameters.
@@ -68,8 +68,8 @@ def check_at_first_step(
         compressor_name: Name of the main compressor, as in `compressor=`.
         options: The compressor's options.
         rules: The user's rules, as in `rules=`.
-        resumed: Called once, before the first step of training on the model's parameters, if the optimizer's state was
-            loaded; None calls nothing.
+        begins: Called once, before the first step of training on the model's parameters, with whether the optimizer's
+            state of them was loaded, and those of them that require a gradient; None calls nothing.
         averaged: Tells a step of training from others: torch.distributed.checkpoint takes one to make the state into
             which it loads.
 
@@ -77,8 +77,8 @@ def check_at_first_step(
         The check, to be passed to `withdraw`.
     """
     check = _checks[model] = CompressorUse(compressor_name, options), rules_from(rules)
-    if resumed is not None:
-        _resumed[model] = resumed, averaged
+    if begins is not None:
+        _begin[model] = begins, averaged
     watch_optimizers()
     return check
 
@@ -92,7 +92,7 @@ def withdraw(model: HasParameters, check: Check | None) -> None:
     """
     if check is not None and _checks.get(model) is check:
         del _checks[model]
-        _resumed.pop(model, None)
+        _begin.pop(model, None)
 
 
 @cache
@@ -118,7 +118,7 @@ def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
     passed = _passed.setdefault(optimizer, WeakKeyDictionary())
     for model, check in list(_checks.items()):
         known = passed.get(model) == (check, len(optimizer.param_groups))
-        if known and model not in _resumed:
+        if known and model not in _begin:
             continue
         main, rules = check
         uses = _uses(model, main, rules)
@@ -132,24 +132,24 @@ def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
                 warn_of_lost_momentum(main, use, entries)
             passed[model] = check, len(optimizer.param_groups)
         if groups:
-            _look_for_checkpoint(model, optimizer, uses.keys())
+            _begin_training(model, optimizer)
 
 
-def _look_for_checkpoint(model: HasParameters, optimizer: Optimizer, parameters: Collection[int]) -> None:
-    """Calls the model's `resumed` callback, once, if the optimizer's state of its parameters was loaded.
+def _begin_training(model: HasParameters, optimizer: Optimizer) -> None:
+    """Calls the model's `begins` callback, once, if gradients of the model have been averaged.
 
     Args:
         model: The model.
-        optimizer: Optimizer that is about to step.
-        parameters: `id` of each parameter of the model.
+        optimizer: Optimizer that is about to step on parameters of the model.
     """
-    resumed, averaged = _resumed.get(model, (None, None))
-    if resumed is None or averaged is None or not averaged():
+    begins, averaged = _begin.get(model, (None, None))
+    if begins is None or averaged is None or not averaged():
         return
-    del _resumed[model]
+    del _begin[model]
+    trained = [each for _, each in _inside(model).named_parameters() if each.requires_grad]
+    known = set(map(id, trained))
     loaded = optimizer not in _made_their_state
-    if loaded and any(state and id(each) in parameters for each, state in optimizer.state.items()):
-        resumed()
+    begins(loaded and any(state and id(each) in known for each, state in optimizer.state.items()), trained)
 
 
 def _uses(model: HasParameters, main: CompressorUse, rules: tuple[Rule, ...]) -> dict[int, CompressorUse]:
@@ -158,7 +158,6 @@ def _uses(model: HasParameters, main: CompressorUse, rules: tuple[Rule, ...]) ->
     Parameters that are sent exactly have the main compressor's momentum and count as compressed by it; those with a
     sparse gradient have none.
     """
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     others = {
         id(rule): CompressorUse(rule.compressor, rule.options, rule.pattern)
         for rule in rules
@@ -168,5 +167,10 @@ def _uses(model: HasParameters, main: CompressorUse, rules: tuple[Rule, ...]) ->
         id(each): SPARSE
         if each.grad is not None and each.grad.layout == torch.sparse_coo
         else others.get(id(first_match(rules, plain_name(name), each.shape)), main)
-        for name, each in inner.named_parameters()
+        for name, each in _inside(model).named_parameters()
     }
+
+
+def _inside(model: HasParameters) -> HasParameters:
+    """Returns the module inside a DDP model; any other model itself."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

@@ -139,14 +139,14 @@ def test_momentum_is_found_under_its_other_name() -> None:
 def test_who_goes_on_from_a_checkpoint_is_noticed_once() -> None:
     model, called = model_with_gradients(), []
     optimizer = torch.optim.Adam(model.parameters())
-    check_at_first_step(model, "fp16", {}, resumed=lambda: called.append("new"))
+    check_at_first_step(model, "fp16", {}, begins=lambda resumes, trained: called.append(resumes))
     take_steps(optimizer)
-    assert called == []
+    assert called == [False]
     again = torch.optim.Adam(model.parameters())
     again.load_state_dict(optimizer.state_dict())
-    check_at_first_step(model, "fp16", {}, resumed=lambda: called.append("resumed"))
+    check_at_first_step(model, "fp16", {}, begins=lambda resumes, trained: called.append(resumes))
     take_steps(again)
-    assert called == ["resumed"]
+    assert called == [False, True]
 
 
 @pytest.mark.parametrize("loads", [True, False])
@@ -157,11 +157,12 @@ def test_a_checkpoint_that_torch_distributed_loads_is_noticed(loads: bool, late:
     take_steps(saved)
     kept = get_optimizer_state_dict(before, saved)
 
-    model, called, trained = nn.Linear(3, 2), list[str](), list[bool]()
+    model, called, averaged = nn.Linear(3, 2), list[bool](), list[bool]()
     optimizer = torch.optim.Adam(model.parameters())
 
     def check() -> None:
-        check_at_first_step(model, "fp16", {}, resumed=lambda: called.append("resumed"), averaged=lambda: bool(trained))
+        begins = lambda resumes, trained: called.append(resumes)
+        check_at_first_step(model, "fp16", {}, begins=begins, averaged=lambda: bool(averaged))
 
     if not late:
         check()
@@ -173,9 +174,9 @@ def test_a_checkpoint_that_torch_distributed_loads_is_noticed(loads: bool, late:
     if late:
         check()
     model(torch.ones(1, 3)).sum().backward()
-    trained.append(True)
+    averaged.append(True)
     take_steps(optimizer)
-    assert called == ["resumed"] * loads
+    assert called == [loads]
 
 
 def test_nothing_is_left_behind() -> None:
