@@ -43,6 +43,11 @@ _in_flight: "dict[int, _Request]" = {}
 """Requests that MPI has not finished, by id, kept until it has: MPI may access their buffers even if the wait was given
 up, and a request of a nonblocking collective can be neither cancelled nor freed (MPI 4.1, sections 3.8.4 and 6.12)."""
 
+MOST_NBYTES = (1 << 31) - 1
+"""Bytes of a buffer, at most, whose counts and offsets an MPI without large counts takes: a C int each."""
+LARGE_COUNTS = (4, 0)
+"""First version of MPI with large counts (MPI 4.0, section 2.5.8): MPICH 4 has them, Open MPI 5 has not."""
+
 _POLL_SECONDS = (0.0, 0.0, 0.0, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6)
 """Pauses between two polls of a request, in seconds: short ones first, then longer, as ranks may outnumber cores."""
 
@@ -143,6 +148,7 @@ class MpiGroup:
         self.abort_reason = abort_reason
         self.reason: str | None = None
         self._mpi = mpi
+        self._has_large_counts = mpi.Get_version() >= LARGE_COUNTS
         self._communicators = [first, second]
 
     @property
@@ -188,25 +194,25 @@ class MpiGroup:
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
         """Starts an MPI alltoall of equal parts of `source`; see `Transport.all_to_all`."""
-        sent, received = _bytes(source), _bytes(output)
+        sent, received = self._bytes(source), self._bytes(output)
         request = self._first.Ialltoall([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
         return _Request(request, (sent, received), "all_to_all", self)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """Starts an MPI allgather of each rank's `source` into `output`; see `Transport.all_gather`."""
-        sent, received = _bytes(source), _bytes(output)
+        sent, received = self._bytes(source), self._bytes(output)
         request = self._first.Iallgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
         return _Request(request, (sent, received), "all_gather", self)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """Starts an MPI broadcast of rank `root`'s tensor, in place; see `Transport.broadcast`."""
-        data = _bytes(tensor)
+        data = self._bytes(tensor)
         return _Request(self._first.Ibcast([data, self._mpi.BYTE], root=root), (data,), "broadcast", self)
 
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
-        """Starts an MPI alltoallv; MPI itself decides how to send messages of any size.
+        """Starts an MPI alltoallv; MPI itself decides how to send messages of any size that it takes.
 
         Args:
             output: 1-D; takes the runs that arrive, in rank order.
@@ -216,7 +222,7 @@ class MpiGroup:
             largest_nbytes: Not used; gloo's transports need it.
         """
         width = source.element_size()
-        sent, received = _bytes(source), _bytes(output)
+        sent, received = self._bytes(source), self._bytes(output)
         request = self._first.Ialltoallv(
             [sent, _counted(source_splits, width), self._mpi.BYTE],
             [received, _counted(output_splits, width), self._mpi.BYTE],
@@ -240,15 +246,28 @@ class MpiGroup:
         while self._communicators:
             self._communicators.pop().Free()
 
+    def _bytes(self, tensor: Tensor) -> "numpy.typing.NDArray[numpy.uint8]":
+        """Returns the memory of a tensor as an array of bytes, without a copy.
+
+        Raises:
+            ValueError: It is longer than `MOST_NBYTES`, and this MPI has no large counts.
+        """
+        if tensor.nbytes > MOST_NBYTES and not self._has_large_counts:
+            raise ValueError(
+                f"`tensor` has {tensor.nbytes} bytes; wanted {MOST_NBYTES} at most, which a call of an MPI before 4.0 "
+                "takes: send less at once (`fusion`, DDP's bucket_cap_mb), or take MPICH 4 or newer, or gloo"
+            )
+        return tensor.view(-1).view(torch.uint8).numpy()
+
     def _scatter(self, flat: Tensor, bounds: Sequence[int], scale: float) -> Work:
         """Sends each slice to its owner, which adds the slices of all ranks in rank order: a reduce-scatter."""
         width = flat.element_size()
         own = bounds[self.rank + 1] - bounds[self.rank]
         received = flat.new_empty((self.size, own))
         rows = SlicesToSum(received)
-        scale_in_place(flat, scale)  # after all memory is allocated
+        sent, buffer = self._bytes(flat), self._bytes(received)
+        scale_in_place(flat, scale)  # after all memory is allocated, and nothing is refused any more
         sizes = [stop - start for start, stop in pairwise(bounds)]
-        sent, buffer = _bytes(flat), _bytes(received)
         request = self._first.Ialltoallv(
             [sent, _counted(sizes, width), self._mpi.BYTE], [buffer, _counted([own] * self.size, width), self._mpi.BYTE]
         )
@@ -257,7 +276,7 @@ class MpiGroup:
         return Then(arrived, lambda: rows.sum(target))
 
     def _gather(self, communicator: "MPI.Comm", flat: Tensor, bounds: Sequence[int]) -> "_Request":
-        data = _bytes(flat)
+        data = self._bytes(flat)
         layout = _counted([stop - start for start, stop in pairwise(bounds)], flat.element_size())
         request = communicator.Iallgatherv(self._mpi.IN_PLACE, [data, layout, self._mpi.BYTE])
         return _Request(request, (data,), "all_gather", self)
@@ -316,8 +335,3 @@ def _counted(splits: Sequence[int], width: int) -> tuple[list[int], list[int]]:
     """
     counts = [split * width for split in splits]
     return counts, [0, *accumulate(counts)][:-1]
-
-
-def _bytes(tensor: Tensor) -> "numpy.typing.NDArray[numpy.uint8]":
-    """Returns the memory of a tensor as an array of bytes, without a copy."""
-    return tensor.view(-1).view(torch.uint8).numpy()

@@ -4,15 +4,18 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
+import torch
+from torch import Tensor
 
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport import mpi
 from gradwire.comms.transport.mpi import MpiGroup
+from gradwire.compressors.base import Work
 
 
 class Never:
@@ -57,7 +60,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def group_of(*communicators: Any, seconds: float = 60.0, alarm: Callable[[], str | None] | None = None) -> MpiGroup:
     first, second = communicators or (Communicator(), Communicator())
-    return MpiGroup(ModuleType("MPI"), first, second, 0, 2, timedelta(seconds=seconds), alarm)
+    return MpiGroup(module_of((4, 0)), first, second, 0, 2, timedelta(seconds=seconds), alarm)
+
+
+def module_of(version: tuple[int, int]) -> Any:
+    """mpi4py's module, as far as a group without collectives uses it, of an MPI of that version."""
+    return SimpleNamespace(Get_version=lambda: version, BYTE="byte", IN_PLACE="in place")
 
 
 def request_of(group: MpiGroup, request: Any, *buffers: object) -> mpi._Request:
@@ -120,3 +128,44 @@ def test_communicators_that_a_request_still_uses_are_not_freed() -> None:
     request_of(group, Never())
     group.close()
     assert [each.freed for each in both] == [0, 0]
+
+
+CALLS: dict[str, Callable[[MpiGroup, Tensor], Work]] = {
+    "all_reduce": lambda group, tensor: group.all_reduce(tensor, 0.5),
+    "reduce_scatter": lambda group, tensor: group.reduce_scatter(tensor, (0, 1, tensor.numel()), 0.5),
+    "all_gather_slices": lambda group, tensor: group.all_gather_slices(tensor, (0, 1, tensor.numel())),
+    "all_to_all": lambda group, tensor: group.all_to_all(torch.empty_like(tensor), tensor),
+    "all_gather": lambda group, tensor: group.all_gather(torch.empty(2 * tensor.numel()), tensor),
+    "broadcast": lambda group, tensor: group.broadcast(tensor, 0),
+    "exchange": lambda group, tensor: group.exchange(
+        torch.empty_like(tensor), tensor, [1, tensor.numel() - 1], [1, tensor.numel() - 1], tensor.nbytes
+    ),
+}
+NBYTES = 64
+
+
+class Issuing:
+    """A communicator of MPI that begins whatever it is told to."""
+
+    def __getattr__(self, name: str) -> Callable[..., Ended]:
+        return lambda *arguments, **named: Ended()
+
+
+@pytest.mark.parametrize("version", [(3, 1), (4, 0)])
+@pytest.mark.parametrize("call", CALLS)
+def test_what_an_mpi_cannot_count_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, call: str, version: tuple[int, int]
+) -> None:
+    """Open MPI 5 says MPI_ERR_ARG of more than 2**31 - 1 bytes; law: nothing is issued or changed then."""
+    group = MpiGroup(module_of(version), Issuing(), Issuing(), 0, 2, timedelta(seconds=60))  # type: ignore[arg-type]
+    tensor = torch.ones(NBYTES // 4)
+    monkeypatch.setattr(mpi, "MOST_NBYTES", NBYTES * (2 if call == "all_gather" else 1))
+    CALLS[call](group, tensor)
+    monkeypatch.setattr(mpi, "MOST_NBYTES", mpi.MOST_NBYTES - 1)
+    if version >= mpi.LARGE_COUNTS:
+        CALLS[call](group, tensor)
+        return
+    begun, before = len(mpi._in_flight), tensor.clone()
+    with pytest.raises(ValueError, match=r"a call of an MPI before 4\.0 takes"):
+        CALLS[call](group, tensor)
+    assert len(mpi._in_flight) == begun and torch.equal(tensor, before)
