@@ -328,11 +328,16 @@ class Communicator:
     ) -> FutureTensor:
         """Starts summing `scale * flat` over all ranks, in place, and returns a future of the result.
 
+        All ranks start the same all-reduces in the same order. The first one on CUDA connects the ranks, and waits for
+        them, if `connect` was not called.
+
         Args:
             flat: 1-D and contiguous, on this communicator's device, of the same size and dtype on all ranks. Must not
                 be used until the future is done.
-            scale: Factor on every rank's contribution, applied before any conversion to a narrower dtype; integers: 1.
-            layout: Place of each parameter in all of `flat`. With it and a compressor, one phase is compressed.
+            scale: Factor on every rank's contribution, applied before any conversion to a narrower dtype. Must be 1 if
+                `flat` holds integers.
+            layout: Places of the parameters, which together cover all of `flat`. With it and a compressor, one phase is
+                compressed.
             flush: Whether to send uncompressed, with the compressor's residuals added.
 
         Returns:
@@ -396,7 +401,11 @@ class Communicator:
         self.executor.start(all_reduce, rank_plan, scale, flush, hold=hold, after=after)
 
     def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = "auto") -> None:
-        """Starts an all-reduce of a sparse tensor, inside the nodes first, and returns at once.
+        """Starts an all-reduce of a sparse tensor: inside the nodes first, or with plan `flat` over all ranks at once.
+
+        All ranks start the same all-reduces in the same order. On a CPU this returns at once, and the bucket's future
+        raises what fails later. On CUDA it returns when everything has been issued, and wherever rows may be sent the
+        host waits for the other ranks' numbers of rows.
 
         Args:
             bucket: Bucket of a floating-point tensor in layout torch.sparse_coo, of the same shape and dtype on all
@@ -406,6 +415,8 @@ class Communicator:
 
         Raises:
             TypeError: The tensor has another layout, or is not floating-point.
+            RuntimeError: The communicator is closed; or, a torch.OutOfMemoryError, the CUDA device has no memory left.
+            CollectiveError: On CUDA: an earlier all-reduce has failed, or this one could not be issued.
         """
         from gradwire.comms.run.sparse import BETWEEN, LANES, Sharing, check_sparse, sum_sparse
 

@@ -852,7 +852,10 @@ def _switch(text: str) -> bool:
 
 
 def _rate(text: str) -> str | float | None:
-    """Parses GRADWIRE_NIC_BYTES_PER_SECOND: a number, `measure`, `assume`, or `auto`, for which it returns None.
+    """Parses GRADWIRE_NIC_BYTES_PER_SECOND: a float in bytes per second, or `measure`, `assume`, `auto` in any case.
+
+    Returns the number, unchecked (`Config` refuses one that is not positive and finite); or the word in lower case,
+    but None for `auto`.
 
     Raises:
         ValueError: The text is none of these; the message says what was wanted.

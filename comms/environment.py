@@ -112,7 +112,8 @@ def launch_order() -> bool | None:
 def set_launch_order() -> None:
     """Sets NCCL_LAUNCH_ORDER_IMPLICIT=1: NCCL, from 2.26 on, keeps the order of issue across communicators.
 
-    NCCL reads it once, so the caller makes sure that this process has run no collective yet.
+    It overwrites a value that is set already: the caller asks `launch_order` before. NCCL reads the variable once, so
+    the caller also makes sure that NCCL has run no collective in this process yet.
     """
     os.environ[LAUNCH_ORDER] = "1"
 
@@ -203,8 +204,8 @@ def launcher_variables() -> dict[str, str]:
 def steering_variables() -> dict[str, str]:
     """Returns name -> value of the variables that configure torch, NCCL, gloo, OpenMP and the like, sorted by name.
 
-    Includes only known names and prefixes, so that a user may show them without the rest of the environment; values
-    are cut at 200 characters.
+    Includes only known names and prefixes, so that a user may show them without the rest of the environment. Values
+    are cut at 200 characters, and nothing in them is masked.
     """
     return {
         name: value[:_LONGEST_VALUE]

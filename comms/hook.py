@@ -405,8 +405,8 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         """Calls a function and returns its result; returns None if the step has failed, before or by this call.
 
         If the step has failed before, the function is not called. An error of a type in `BackwardTracker.kept` fails
-        the step, completes all its open futures, and is raised by `_finish_step`. Other errors leave at once, with
-        `elastic` all of them.
+        the step, completes all its open futures, and is raised by `_finish_step`. Other errors leave at once: all of
+        them if `kept` is empty.
         """
         if not self._backward.has_failed:
             with self._backward.keeping_error():

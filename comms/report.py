@@ -84,10 +84,10 @@ def wrapped(text: str) -> str:
 
 
 def without_repeated_sentences(paragraphs: Sequence[str]) -> list[str]:
-    """Returns paragraphs without the sentences that an earlier paragraph has already; as many, in the same order.
+    """Returns the paragraphs, in their order, without sentences that an earlier one has behind its first sentence.
 
     Args:
-        paragraphs: Paragraphs. The first sentence of each is always kept, and not compared.
+        paragraphs: Paragraphs. The first sentence of each always stays, and removes no later sentence that equals it.
     """
     seen: set[str] = set()
     shortened = []

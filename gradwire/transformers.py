@@ -97,7 +97,11 @@ class TransformersCallback(TrainerCallback):
             attaching.load_own(self.state, f"{resumed}/")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Writes this rank's file into the checkpoint that the Trainer has just written; none if the state is empty."""
+        """Writes this rank's hook state, such as a compressor's residuals, into the folder of the newest checkpoint.
+
+        The Trainer calls it on every rank after it has written that checkpoint. Each rank has a file of its own; none
+        if its state is empty, or no hook is registered.
+        """
         trainer = self._trainer()
         if self.state is not None and trainer is not None:
             folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{state.global_step}"

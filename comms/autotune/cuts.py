@@ -305,15 +305,17 @@ def best_cuts(cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Seq
 
 
 def affine(cluster: Cluster, plan: str, nbytes: int) -> tuple[float, float]:
-    """Fits a line through the predicted times of a large and a small all-reduce of a plan.
+    """Returns the line through a plan's predicted times for `nbytes` and an eighth of them: (seconds, seconds a byte).
+
+    Each time is that with the best number of chunks.
 
     Args:
         cluster: Placement of the ranks, with the rates of their links.
         plan: Name of the plan.
-        nbytes: Bytes of the large all-reduce, at least 8; the small one has an eighth of them.
+        nbytes: Bytes of the larger all-reduce; fewer than 8 count as 8.
 
     Returns:
-        (seconds of an all-reduce of no bytes, at least 0; seconds that each byte adds).
+        (seconds of an all-reduce of no bytes, 0 if the line is below; seconds that each byte adds).
     """
     large = max(nbytes, 8)
     small = large // 8

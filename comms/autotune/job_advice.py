@@ -115,9 +115,10 @@ def advise_job(
     running: Running,
     accumulate: int = 1,
 ) -> JobAdvice:
-    """Predicts the step time of every plan and compressor from the observed steps of a job, and recommends one.
+    """Predicts the step time of every plan and compressor from the observed steps of a job, and recommends one pair.
 
-    If `accumulate` is 1, it recommends the running plan and compressor rather than any that are predicted to be slower.
+    If `accumulate` is 1 and the recommended pair is predicted to be slower than the running one, it recommends the
+    running one.
 
     Args:
         cluster: Placement of the ranks, with the rates of their links as measured, given or assumed.
@@ -126,7 +127,8 @@ def advise_job(
         optimizer: Name of the job's optimizer (`sgd`, `adam`, ...; `any` if unknown): some compressors require one.
         library: Communication library that a flat plan runs on: `nccl` on GPUs, `gloo` on CPUs.
         running: Plan and compressor of the observed steps.
-        accumulate: Number of observed steps that one step shall replace, as its micro-batches.
+        accumulate: Number of observed steps that one predicted step replaces: it computes as much as they do, and sends
+            gradients once. 1 predicts steps as they are.
 
     Raises:
         ValueError: `accumulate` is less than one.

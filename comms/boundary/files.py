@@ -19,8 +19,11 @@ from typing import BinaryIO
 def replace_file(path: Path, write: Callable[[BinaryIO], object], *, lasting: bool = True) -> None:
     """Replaces a file atomically, or creates it: a reader sees the old content or the new one, never a part.
 
+    The file keeps its permissions; a new one gets those of any new file. A pipe or a device is not replaced but written
+    to directly, and not synced.
+
     Args:
-        path: The file, in an existing folder. A symbolic link is followed. A pipe or a device is written to directly.
+        path: The file, in an existing folder. A symbolic link is followed: it stays, and its target is replaced.
         write: Function that writes the content to the open binary file that it is called with.
         lasting: True syncs to disk, so that the content survives a power cut. Not needed for files that are rewritten
             often.

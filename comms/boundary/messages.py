@@ -146,7 +146,8 @@ def parsed(text: bytes | str, *, most_nbytes: int = MOST_NBYTES, finite: bool = 
     if len(text) > most_nbytes:
         raise MessageError(f"a message has {len(text)} bytes; at most {most_nbytes} are taken")
     try:
-        text = text if isinstance(text, str) else text.decode()
+        if not isinstance(text, str):
+            text = text.decode()
         _refuse_deep(text)
         return json.loads(
             text,

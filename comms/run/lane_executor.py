@@ -238,12 +238,13 @@ class LaneExecutor(Executor):
             del job
 
     def _step(self, job: _ChunkJob, lane: Lane) -> None:
-        """Waits for a job's works and runs it until it changes to another lane or ends; called in the lane's thread.
+        """Waits for a job's works and advances it until its next phase is in another lane, or it ends.
 
-        An error is not raised: it aborts everything, and completes the futures of the job.
+        Called in the lane's thread. An error is not raised: it aborts everything, and completes the job's futures.
 
         Args:
-            job: The job; its `transition` is set if it changes lanes. One that stays runs through all lanes.
+            job: The job; its `transition` is set to the change of lanes, or to None at its end. A job with `stays` is
+                not passed on: this thread runs it to its end, through all lanes.
             lane: Lane of this thread.
         """
         job.transition = None

@@ -112,8 +112,8 @@ class PhaseStats:
         Args:
             chunk: The chunk, with this rank's part in each phase.
             element_nbytes: Bytes of one element of the gradient.
-            marks: Begin of each phase, in order, and end of the last one: seconds of the host's clock, on CUDA events.
-                Empty if they were not timed.
+            marks: Begin of each phase, in order, and end of the last one, so one more than phases: seconds of the
+                host's clock, on CUDA events. Empty if they were not timed.
             sent: Bytes that this rank has sent in each phase in addition to what the plan says: the payloads of a
                 compressor; one number for each phase.
         """

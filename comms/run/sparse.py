@@ -73,7 +73,7 @@ class Sharing:
 
     @classmethod
     def of(cls, cluster: Cluster, rank: int, plan: str) -> "Sharing":
-        """Returns the owners of a sparse gradient's rows for a plan, and this rank's place among them.
+        """Returns how a plan shares a sparse gradient's rows out to owners, and with whom this rank exchanges them.
 
         Args:
             cluster: Placement of the ranks.
@@ -187,9 +187,10 @@ def _owned(sharing: Sharing, rank: int, shape: Sequence[int]) -> range:
 
 
 def _summed(parts: Sequence[Rows]) -> Rows:
-    """Returns the sum of the rows of several ranks; parts are added in the order given, so the bits are determined.
+    """Returns the sum of the rows of several ranks: every row that any of them has.
 
-    A row that any part has is in the sum. float16 and bfloat16 are added in float32 and rounded once.
+    Parts are added in the order given: ranks that pass the same parts get the same bits. float16 and bfloat16 are added
+    in float32 and rounded once.
     """
     keys = torch.unique(torch.cat([part.keys for part in parts]))
     dtype, width = parts[0].values.dtype, parts[0].values.shape[1]
@@ -250,10 +251,13 @@ def _to_owners(own: Rows, transport: Transport, owners: int, count: Count) -> Ro
 def _between(
     own: Rows, groups: Groups, rail: tuple[int, ...], owned: range, as_dense: bool | str, count: Count
 ) -> Generator[Transition, None, Rows]:
-    """Makes a coroutine that sums an owner's rows over the nodes; it starts in the first of `LANES`, ends in the third.
+    """Makes a coroutine that sums an owner's rows over the nodes; it yields each change to the next of `LANES`.
+
+    It starts in the first, where the owners exchange their numbers of rows, unless a dense tensor is sent in any case.
+    It sends the rows or the tensor in the second; in the third it adds the rows, or takes them from the summed tensor.
 
     Args:
-        own: Sums of this node.
+        own: Sums of the rows of this node that this rank owns.
         groups: Transports by lane and members.
         rail: Owners of the same rows on all nodes.
         owned: Keys of all rows that these ranks own.

@@ -111,7 +111,10 @@ class Grouping(Protocol):
         """The all-reduces of a saved step that this one has to use, as `encode_all_reduces` returns them; else None."""
 
     def add(self, bucket: Bucket) -> Sequence[AllReduce]:
-        """Adds a bucket that has arrived, and returns the all-reduces to start now, in order; may be empty."""
+        """Adds a bucket that has arrived, and returns the all-reduces to start now, in this order.
+
+        They may hold earlier buckets, too. Empty if the bucket is deferred: it waits for others to be joined with.
+        """
 
     def flush(self) -> Sequence[AllReduce]:
         """Returns the all-reduces of all deferred buckets, to start now; called after the last bucket of a step."""
@@ -167,7 +170,9 @@ class StepListener:
         """
 
     def last_bucket_sent(self, communicator: Issues) -> None:
-        """Called in backward when all collectives of the step's buckets are issued, if DDP marks the last bucket.
+        """Called in backward after the bucket that DDP marks as last, when all of the step's sums have been started.
+
+        That is, queued on a CPU and issued on CUDA. Not called if DDP marks none (`GradBucket.is_last`). Here a no-op.
 
         Args:
             communicator: Communicator of the step.

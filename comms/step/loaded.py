@@ -88,14 +88,17 @@ class LoadConsistencyCheck(StepListener):
         self._compared = loaded
 
     def _differs(self, ranks: Communicator, loaded: Mapping[str, str]) -> bool:
-        """Compares digests of what the ranks have loaded by one small all-reduce; every rank calls it, and waits.
+        """Compares what each rank has loaded with what the rank that `like` names for it has; all call it, and wait.
+
+        One small all-reduce carries a digest of each rank's state.
 
         Args:
             ranks: Communicator of the ranks.
             loaded: Description of this rank's loaded state.
 
         Returns:
-            Whether they differ; False also if a rank failed meanwhile, which the next all-reduce reports.
+            Whether any rank, not only this one, differs from its rank in `like`. False also if the all-reduce has
+            failed, as the next one reports.
         """
         digest = hashlib.sha256(json.dumps(list(loaded.items())).encode()).digest()
         every = NumberExchange(ranks, [float(int.from_bytes(digest[:6], "big"))]).read()

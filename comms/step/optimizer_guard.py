@@ -13,7 +13,10 @@ class ReportsFailures(Protocol):
     """Protocol of hook states whose averages an optimizer uses, and whose steps may fail."""
 
     def raise_failure(self) -> None:
-        """Raises the error with which a step of the state has failed on CUDA, if one has."""
+        """Raises the CollectiveError with which a training step of this hook state has failed on CUDA, if one has.
+
+        Does nothing on a CPU, where the futures of the step raise it.
+        """
 
 
 _guarded: "weakref.WeakSet[ReportsFailures]" = weakref.WeakSet()

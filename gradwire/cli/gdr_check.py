@@ -92,8 +92,9 @@ def main(argv: list[str]) -> int:
         argv: Words after `gdr-check`.
 
     Returns:
-        The exit status of `check`; 0 on ranks that do nothing; 2 after an error of the job, such as ranks that cannot
-        connect, which is printed.
+        Exit status: 0 pass, 1 warning, 2 failure or bad usage, 3 not known or nothing to check. With `--compare`: 0 if
+        all hosts agree, 2 if any differs, 3 for a single host. 0 after `--help` and on ranks that do nothing. 2 also
+        after an error of the job, such as ranks that cannot connect, which is printed.
     """
     try:
         if world_size() == 1:

@@ -409,13 +409,14 @@ def question_about(model: PublicModel, machine: Machine, options: argparse.Names
 def _workload(
     options: argparse.Namespace, nbytes: int, backward_seconds: float, layout: Layout | None = None
 ) -> Workload:
-    """Returns the training step to predict: gradients, durations and buckets.
+    """Returns the training step to predict: bytes of its gradients and buckets, and seconds of its computation.
 
     Args:
-        options: Parsed and checked options.
+        options: Parsed and checked options: `bucket_mb`, `gradient_dtype`, `forward_ms`, `optimizer`, `accumulate`.
         nbytes: Bytes of all gradients.
-        backward_seconds: Duration of a backward pass.
-        layout: Parameters, by which DDP fills its buckets; None, if their shapes are unknown, takes equal buckets.
+        backward_seconds: Seconds of a backward pass without communication; 0 if unknown.
+        layout: Parameters, by whose sizes DDP fills its buckets; None if their shapes are unknown: then all buckets
+            have `--bucket-mb`.
 
     Raises:
         ValueError: There would be more than `MOST_BUCKETS` buckets.

@@ -61,7 +61,7 @@ class ModelRow:
 
 
 def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
-    """Yields the predicted step times of each model, for each number of nodes in `NODES` and each link in `LINKS`.
+    """Yields predicted step times for all of `NODES`, for each of them all models, for each model all of `LINKS`.
 
     Each row has the seconds of a step on one node with its best exact plan and, in `seconds`, on all nodes:
 
@@ -69,8 +69,8 @@ def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
     of half as many bytes.
     - `exact`: the best exact plan.
     - `int8`, `waterfill4`: the hierarchical plan with that compressor.
-    - `Outer`: exact sums inside the node at every step, and an exchange between nodes every `OUTER_EVERY` steps, which
-    takes no time while it is shorter than these steps.
+    - `Outer`: exact sums inside the node at every step, and every `OUTER_EVERY` steps an exchange between nodes,
+    compressed by `OUTER_COMPRESSOR` (waterfill2), which takes no time while it is shorter than these steps.
 
     Args:
         models: Models of the table, in its order.
@@ -156,7 +156,12 @@ def as_markdown(predictions: Sequence[ModelRow], machine: str) -> str:
 
 
 def _cell(row: ModelRow, column: str) -> str:
-    """Formats the milliseconds of a step, with `!` behind them if all nodes together train no faster than one."""
+    """Returns the text of a cell: milliseconds of a step on all nodes, and `!` if these train no faster than one node.
+
+    Args:
+        row: Predictions for one model on one cluster.
+        column: Heading of the cell's column, of `COLUMNS`.
+    """
     return f"{1e3 * row.seconds[column]:.0f}{'!' if row.gain(column) <= 1 else ''}"
 
 

@@ -55,13 +55,16 @@ class Gains:
 
     @classmethod
     def over_one_node(cls, nodes: int, advice: Advice, alone: Advice, torch_hook: Candidate | None) -> "Gains":
-        """Computes the speed-ups from predicted step times.
+        """Computes speed-ups in samples a second, at the same batch on each rank, from predicted step times.
+
+        Each is the number of nodes, times the step time of one node, divided by the step time of all.
 
         Args:
             nodes: Number of nodes.
             advice: Predictions for all of them.
-            alone: Predictions for one of them, which is taken with its best exact plan.
-            torch_hook: Prediction for torch's fp16 hook on all of them; None: it cannot be the recommended one.
+            alone: Predictions for one of them; its step time is that of its best exact plan.
+            torch_hook: Prediction for torch's fp16 hook on all nodes; None leaves this hook out of the choice of what
+                is recommended.
         """
         one = min(candidate.step_seconds for candidate in exact_candidates(alone))
         best = _recommended(advice, torch_hook, known=True)
@@ -284,10 +287,10 @@ def as_table(console: Console, answer: Answer, *, everything: bool = False, assu
 
 
 def table_of(*headings: str) -> Table:
-    """Returns a table without rows, whose columns of milliseconds and megabytes are right-aligned.
+    """Returns a table for rich with the given columns and no rows; numbers of ms and MB are right-aligned.
 
     Args:
-        headings: Heading of each column; one that ends in "ms" or "MB" marks such a column, others are left-aligned.
+        headings: Heading of each column, which is right-aligned if its heading ends in "ms" or "MB", else left-aligned.
     """
     table = Table(box=SIMPLE_HEAD, padding=0)
     for heading in headings:
