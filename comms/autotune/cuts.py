@@ -142,12 +142,13 @@ class CutFinder:
         It is the median over the steps, in seconds from the first bucket on, on the rank where the bucket is last.
 
         Args:
-            count: Number of buckets of a step. Steps with another number are left out of the median.
+            count: Number of buckets of a step. Steps with another number do not count as measured.
         """
-        steps = []
-        for _ in range(PROFILED_STEPS):
-            steps.append((yield self._begun).arrivals)
-        usual = [statistics.median(step[index] for step in steps if len(step) == count) for index in range(count)]
+        steps: list[Sequence[float]] = []
+        while len(steps) < PROFILED_STEPS:
+            if len(arrivals := (yield self._begun).arrivals) == count:
+                steps.append(arrivals)
+        usual = [statistics.median(step[index] for step in steps) for index in range(count)]
         decided = self._consensus.decide(usual, lambda ranks: [max(each) for each in zip(*_floats(ranks), strict=True)])
         return _floats([decided])[0]
 

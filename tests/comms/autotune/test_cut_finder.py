@@ -57,6 +57,18 @@ def test_all_ranks_change_once_at_the_same_step_by_the_latest_ranks_arrivals() -
     assert kept == [FOUND]
 
 
+def test_steps_of_other_buckets_are_not_measured() -> None:
+    """As if each of the first five steps behind the steady ones had lost a bucket: nothing is left to compute with."""
+    finder = CutFinder(BEGUN, lambda *_: FOUND, Agreement(HashStore(), 0, 1, "t", timedelta(seconds=20)))
+    arrivals = (0.0, 0.1, 0.5)
+    for _ in range(STEADY_STEPS + 1):
+        finder.step_ended(StepSeen(SIZES, arrivals))
+    for step in range(2 * PROFILED_STEPS):
+        finder.step_ended(StepSeen(SIZES, arrivals if step >= PROFILED_STEPS else arrivals[:2]))
+        assert finder.over == (step == 2 * PROFILED_STEPS - 1)
+    assert finder.plan == FOUND
+
+
 def test_cuts_of_a_file_are_taken_at_once_on_all_ranks() -> None:
     began = STEADY_STEPS + 1
     ranks, asked, kept = train(2, 12, keeps=True, known=KNOWN)
