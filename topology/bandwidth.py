@@ -4,9 +4,11 @@ Source: NCCL v2.30 src/graph/topo.h (NVLink, PCIe and inter-socket figures, in G
 They are what a collective can use, not the figures of a data sheet: PCIe 4.0 x16 is 31.5 GB/s on paper and 24 here.
 """
 
+import re
 from typing import Literal
 
 from gradwire.topology.graph import Cpu, Gpu, Nic, PcieLink, Port
+from gradwire.topology.pci_ids import AMD_GPU
 
 GIGABYTE = 1e9
 
@@ -22,14 +24,26 @@ XGMI_PER_LINK = {"gfx906": 24.0, "gfx908": 24.0, "gfx90a": 36.0, "910": 36.0, "g
 PCIE_PER_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 """GT/s -> 100 Mbit/s steps of one lane; GB/s = lanes * step / 80. Source: NCCL src/graph/topo.cc, kvDictPciGen."""
 
-GPU_MEMORY = {75: 320.0, 80: 2040.0, 86: 600.0, 89: 864.0, 90: 3350.0, 100: 8000.0, 110: 273.0,
-              120: 1792.0, 121: 273.0}  # fmt: skip
-"""Compute capability -> GB/s of a card's memory where the driver tells none: T4, A100 80 GB, A10, L40S, H100 SXM,
-B200, Thor, RTX 5090, GB10. One in between takes the entry below it. Source: NVIDIA's data sheets."""
+CARD_MEMORY = (
+    ("A100.*40GB", 1555.0), ("A30", 933.0), ("A40", 696.0), ("RTX A6000", 768.0), ("RTX 3090", 936.0),
+    ("RTX 4090", 1008.0), ("RTX 6000 Ada", 960.0), ("L4", 300.0), ("H100 PCIe", 2039.0), ("H100 NVL", 3938.0),
+    ("H200", 4800.0), ("H20", 4000.0), ("GH200 144G.*", 4900.0), ("GH200", 4000.0),
+    ("RTX PRO 6000.*Server Edition", 1597.0), ("RTX PRO 5000", 1344.0), ("RTX PRO 4500", 896.0), ("RTX 5080", 960.0),
+    ("MI2[15]0X?", 1638.0), ("MI30(0A|0X|8X)", 5300.0), ("MI325X", 6000.0), ("MI35[05]X", 8000.0), ("W7900", 864.0),
+)  # fmt: skip
+"""(pattern in a card's name, GB/s of its memory) of cards that share a generation with faster or slower ones; the first
+that fits counts. MI250X: the half of a card that the driver shows as a GPU. Source: data sheets of NVIDIA and AMD."""
 
-AMD_MEMORY = {"gfx90a": 3277.0, "gfx942": 5300.0, "gfx950": 8000.0, "gfx1151": 256.0}
-"""AMD architecture -> the same: MI250X, MI300X, MI355X, Radeon 8060S. ROCm's memory clock counts neither of the two
-doublings of HBM3 in one way. Source: AMD's data sheets."""
+GPU_MEMORY = {75: 320.0, 80: 2040.0, 86: 600.0, 87: 205.0, 89: 864.0, 90: 3350.0, 100: 8000.0, 110: 273.0,
+              120: 1792.0, 121: 273.0}  # fmt: skip
+"""Compute capability -> GB/s of a card's memory where neither driver nor name tell it: T4, A100 80 GB, A10, AGX Orin,
+L40S, H100 SXM, B200, Thor, RTX 5090, GB10. One in between takes the entry below it. Source: NVIDIA's data sheets."""
+
+AMD_MEMORY = {"gfx908": 1229.0, "910": 1638.0, "gfx90a": 1638.0, "gfx942": 5300.0, "gfx950": 8000.0, "gfx1100": 960.0,
+              "gfx1151": 256.0, "gfx1201": 640.0}  # fmt: skip
+"""AMD architecture -> the same: MI100, half an MI250X (one GPU for the driver; MI210), MI300X, MI355X, RX 7900 XTX,
+Radeon 8060S, R9700. ROCm's memory clock counts neither of the two doublings of HBM3 in one way. Source: AMD's data
+sheets."""
 
 INTEL_SOCKETS = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0), (0, 6.0))
 """(lowest model number, GB/s between two sockets), newest first."""
@@ -53,15 +67,18 @@ def pcie_bytes_per_second(link: PcieLink | None) -> float | None:
 
 
 def memory_bytes_per_second(gpu: Gpu) -> float:
-    """Returns the peak bandwidth of a GPU's memory: the driver's figure, else a data sheet's of its generation.
+    """Returns the peak bandwidth of a GPU's memory: the driver's figure, else a data sheet's of its card or generation.
 
     Args:
-        gpu: The GPU; if its generation is unknown, the slowest card of the table is assumed.
+        gpu: The GPU; if its generation is unknown, the slowest card of its maker's table is assumed.
     """
     if gpu.memory_bytes_per_second:
         return gpu.memory_bytes_per_second
-    if gpu.architecture in AMD_MEMORY:
-        return AMD_MEMORY[gpu.architecture] * GIGABYTE
+    named = [rate for card, rate in CARD_MEMORY if re.search(rf"\b{card}\b", gpu.name or "")]
+    if named:
+        return named[0] * GIGABYTE
+    if gpu.vendor == AMD_GPU or gpu.architecture:  # its capability is a number of another kind
+        return AMD_MEMORY.get(gpu.architecture or "", min(AMD_MEMORY.values())) * GIGABYTE
     known = [rate for capability, rate in GPU_MEMORY.items() if capability <= (gpu.compute_capability or 0)]
     return (known[-1] if known else min(GPU_MEMORY.values())) * GIGABYTE
 

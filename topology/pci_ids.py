@@ -12,14 +12,24 @@ PciRole = Literal["gpu", "nic", "nvswitch", "cpu", "switch", "other"]
 NVIDIA, AMD_GPU, MELLANOX, BROADCOM_LSI, AMAZON = 0x10DE, 0x1002, 0x15B3, 0x1000, 0x1D0F
 CRAY, HPE, MICROSOFT, RED_HAT = 0x17DB, 0x1590, 0x1414, 0x1B36
 BROADCOM, INTEL, CHELSIO, PENSANDO = 0x14E4, 0x8086, 0x1425, 0x1DD8
+CORNELIS, GOOGLE = 0x434E, 0x1AE0
 
 VENDOR_NAMES = {
     NVIDIA: "NVIDIA", AMD_GPU: "AMD", MELLANOX: "Mellanox", BROADCOM_LSI: "Broadcom", AMAZON: "Amazon",
     CRAY: "Cray", HPE: "HPE", BROADCOM: "Broadcom", INTEL: "Intel", 0x1022: "AMD", 0x11F8: "Microchip",
-    0x10B5: "PLX", MICROSOFT: "Microsoft", RED_HAT: "QEMU", 0x1AF4: "virtio", 0x15AD: "VMware", 0x1AE0: "Google",
-    0x104C: "Texas Instruments", 0x1A03: "ASPEED", 0x102B: "Matrox",
+    0x10B5: "PLX", MICROSOFT: "Microsoft", RED_HAT: "QEMU", 0x1AF4: "virtio", 0x15AD: "VMware", GOOGLE: "Google",
+    CORNELIS: "Cornelis", 0x104C: "Texas Instruments", 0x1A03: "ASPEED", 0x102B: "Matrox",
 }  # fmt: skip
 """Vendor id -> the name people use."""
+
+AMD_NAMES = {
+    0x1586: "Radeon 8060S or 8050S", 0x738C: "Instinct MI100", 0x7408: "Instinct MI250X", 0x740C: "Instinct MI250X",
+    0x740F: "Instinct MI210", 0x744C: "Radeon RX 7900 XT or XTX", 0x74A0: "Instinct MI300A", 0x74A1: "Instinct MI300X",
+    0x74A2: "Instinct MI308X", 0x74A5: "Instinct MI325X", 0x74B5: "Instinct MI300X", 0x74B9: "Instinct MI325X",
+    0x7551: "Radeon AI PRO R9700", 0x75A0: "Instinct MI350X", 0x75A3: "Instinct MI355X",
+}  # fmt: skip
+"""PCI device id of an AMD GPU, or of its virtual function -> its model, which Linux's driver does not tell. Source:
+pci.ids."""
 
 VIRTUAL_BRIDGE_VENDORS = frozenset({0xFFFF, RED_HAT, 0x1AF4, 0x15AD, MICROSOFT, 0x5853})
 """Bridges of these vendors are software: hand-written files, QEMU, virtio, VMware, Hyper-V, Xen."""
@@ -28,6 +38,17 @@ EMULATED_BRIDGES = frozenset({(0x104C, 0x8232), (0x104C, 0x8233)})
 """QEMU's `x3130-upstream` and `xio3130-downstream`; the real XIO3130 is a 2.5 GT/s x1 part."""
 
 _BUS_ID = re.compile(r"(?:([0-9a-fA-F]{1,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-7])")
+
+
+def amd_name(vendor: int | None, device: int | None) -> str | None:
+    """Returns the model of AMD's GPU with these PCI ids, `AMD Instinct MI300X`; None for any other device.
+
+    Args:
+        vendor: PCI vendor id.
+        device: PCI device id.
+    """
+    model = AMD_NAMES.get(device or 0) if vendor == AMD_GPU else None
+    return None if model is None else f"AMD {model}"
 
 
 def normal_bus_id(text: str) -> str | None:

@@ -11,6 +11,7 @@ from itertools import combinations
 
 from gradwire.topology.bandwidth import nvlink_bytes_per_second, xgmi_bytes_per_second
 from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
+from gradwire.topology.pci_ids import AMAZON, CRAY, MELLANOX
 
 GEN3, GEN4, GEN5 = (PcieLink(gigatransfers_per_second=rate, lanes=16) for rate in (8.0, 16.0, 32.0))
 
@@ -45,7 +46,7 @@ def p4d() -> Machine:
         switches.append(_switch(switch, f"numa{group // 2}"))
         for place, slot in enumerate(("1c", "1d")):
             gpus.append(_gpu(2 * group + place, f"0000:{bus:02x}:{slot}.0", switch, "NVIDIA A100-SXM4-40GB", 80, GEN3))
-        nics.append(_nic(f"rdmap{bus}s27", f"0000:{bus:02x}:1b.0", switch, 100e9, GEN3, efa=True))
+        nics.append(_nic(f"rdmap{bus}s27", f"0000:{bus:02x}:1b.0", switch, 100e9, GEN3, "EFA"))
     cpus = tuple(_cpu(numa, numa, "GenuineIntel", 85, 24) for numa in range(2))
     machine = Machine(cpus=cpus, switches=tuple(switches), nics=tuple(nics))
     return replace(_sxm(machine, gpus, (2,) * 6), hostname="p4d")
@@ -57,8 +58,9 @@ def dgx_h100(name: str = "NVIDIA H100 80GB HBM3", capability: int = 90) -> Machi
     Args:
         name: Name of the GPUs.
         capability: Compute capability of the GPUs times ten; it also decides the NVLinks, 18 for each GPU, and the
-            hostname. 90 gives 4 NVSwitches with 5, 4, 4 and 5 links from each GPU, and the hostname `dgx_h100`. Any
-            other number gives 2 NVSwitches with 9 links each, and the hostname `dgx_b200` (`dgx_a100` for 80).
+            hostname. 90 gives 4 NVSwitches with 5, 4, 4 and 5 links from each GPU, and the hostname `dgx_h100`
+            (`dgx_h200` for an H200). Any other number gives 2 NVSwitches with 9 links each, and the hostname
+            `dgx_b200` (`dgx_a100` for 80).
     """
     switches, gpus, nics = [], [], []
     for index, bus in enumerate((0x15, 0x38, 0x48, 0x59, 0x97, 0xB7, 0xC7, 0xD7)):
@@ -93,7 +95,7 @@ def gh200() -> Machine:
     There are hosts of one GH200, too: one rank a node is such a host. Source: CSCS, Alps hardware (4 modules and 4
     Slingshot 11 NICs); NVIDIA, GH200 data sheet (18 NVLinks).
     """
-    node = _grace("gh200", "NVIDIA GH200", 90, gpus_per_cpu=1, bits_per_second=200e9)
+    node = _grace("gh200", "NVIDIA GH200", 90, gpus_per_cpu=1, bits_per_second=200e9, link_layer="Slingshot")
     links = tuple(
         DeviceLink(a=a.key, b=b.key, kind="nvlink", count=6, bytes_per_second=nvlink_bytes_per_second(a, 6))
         for a, b in combinations(node.gpus, 2)
@@ -101,7 +103,10 @@ def gh200() -> Machine:
     return replace(node, links=links + node.links)
 
 
-def _grace(hostname: str, name: str, capability: int, *, gpus_per_cpu: int, bits_per_second: float) -> Machine:
+def _grace(
+    hostname: str, name: str, capability: int, *, gpus_per_cpu: int, bits_per_second: float,
+    link_layer: str = "InfiniBand",
+) -> Machine:  # fmt: skip
     """Returns a node of Grace CPUs with 4 GPUs, joined to their CPU over C2C alone, and a NIC for each."""
     cpus = tuple(
         Cpu(key=f"numa{i}", numa=i, socket=i, architecture="arm64", cores=f"{72 * i}-{72 * i + 71}")
@@ -109,8 +114,9 @@ def _grace(hostname: str, name: str, capability: int, *, gpus_per_cpu: int, bits
     )
     gpus = tuple(_gpu(i, f"{8 * (i % 2) + 16 * (i // 2):04x}:01:00.0", f"numa{i // gpus_per_cpu}", name, capability,
                       GEN5) for i in range(4))  # fmt: skip
-    nics = tuple(_nic(f"mlx5_{i}", f"{i % 2 + 16 * (i // 2):04x}:03:00.0", f"numa{i // gpus_per_cpu}", bits_per_second,
-                      GEN5) for i in range(4))  # fmt: skip
+    device = "mlx5_" if link_layer == "InfiniBand" else "cxi"
+    nics = tuple(_nic(f"{device}{i}", f"{i % 2 + 16 * (i // 2):04x}:03:00.0", f"numa{i // gpus_per_cpu}",
+                      bits_per_second, GEN5, link_layer) for i in range(4))  # fmt: skip
     links = tuple(DeviceLink(a=gpu.key, b=gpu.parent or "", kind="c2c") for gpu in gpus)
     return Machine(
         hostname=hostname, cpus=cpus, gpus=gpus, nics=nics, links=links, links_known=True, sources=("preset",),
@@ -185,15 +191,16 @@ def rtx_5090() -> Machine:
 def strix_halo() -> Machine:
     """Returns a Ryzen AI Max+ 395: one Radeon 8060S in the processor, and USB4 with its network interface.
 
-    Source: Linux Documentation/admin-guide/thunderbolt.rst, Networking over Thunderbolt cable (20 Gb/s a direction of a
-    USB4 link of 40).
+    The interface states 20 Gb/s a direction, of which its TCP carries half. Source: Linux
+    Documentation/admin-guide/thunderbolt.rst, Networking over Thunderbolt cable; rccl issue 2118 (10 Gb/s between two
+    Framework Desktops); blog.hellas.ai, thunderbolt-ibverbs (9 Gb/s, 2026).
     """
     gpu = Gpu(
         key="0000:c5:00.0", bus="0000:c5:00.0", parent="numa0", index=0, name="Radeon 8060S", vendor=0x1002,
         class_code=0x030000, architecture="gfx1151", gdr=False,
     )  # fmt: skip
     port = Port(
-        name="thunderbolt0", interfaces=("thunderbolt0",), link_layer="Ethernet", bits_per_second=20e9, active=True
+        name="thunderbolt0", interfaces=("thunderbolt0",), link_layer="Ethernet", bits_per_second=10e9, active=True
     )
     nic = Nic(key="thunderbolt0", parent="numa0", driver="thunderbolt-net", ports=(port,))
     return Machine(
@@ -265,7 +272,8 @@ def _sxm(machine: Machine, gpus: list[Gpu], bundles: tuple[int, ...]) -> Machine
         for gpu in gpus
         for switch, count in zip(nvswitches, bundles, strict=True)
     )
-    name = {80: "dgx_a100", 90: "dgx_h100"}.get(gpus[0].compute_capability or 0, "dgx_b200")
+    h200 = "H200" in (gpus[0].name or "")
+    name = {80: "dgx_a100", 90: "dgx_h200" if h200 else "dgx_h100"}.get(gpus[0].compute_capability or 0, "dgx_b200")
     return replace(
         machine,
         hostname=name,
@@ -296,24 +304,35 @@ def _gpu(index: int, bus: str, parent: str, name: str, capability: int, pcie: Pc
     )  # fmt: skip
 
 
-def _nic(name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLink, *, efa: bool = False) -> Nic:
-    link_layer, vendor, class_code, driver = (
-        ("EFA", 0x1D0F, 0x020000, "efa") if efa else ("InfiniBand", 0x15B3, 0x020700, "mlx5_core")
-    )
+_CARDS = {
+    "InfiniBand": (MELLANOX, None, 0x020700, "mlx5_core"),
+    "EFA": (AMAZON, 0xEFA0, 0x020000, "efa"),
+    "Slingshot": (CRAY, 0x0501, 0x020000, "cxi_ss1"),
+}
+"""Link layer of a port -> its card's vendor, device and class on PCI, and its driver."""
+
+
+def _nic(
+    name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLink, link_layer: str = "InfiniBand"
+) -> Nic:
+    vendor, device, class_code, driver = _CARDS[link_layer]
     port = Port(name=name, link_layer=link_layer, bits_per_second=bits_per_second, active=True, gdr=True)
     return Nic(
-        key=bus, bus=bus, parent=parent, vendor=vendor, class_code=class_code, driver=driver, pcie=pcie, ports=(port,)
-    )
+        key=bus, bus=bus, parent=parent, vendor=vendor, device=device, class_code=class_code, driver=driver, pcie=pcie,
+        ports=(port,),
+    )  # fmt: skip
 
 
 PRESETS: dict[str, Callable[[], Machine]] = {
     "dgx_a100": dgx_a100,
     "dgx_b200": partial(dgx_h100, "NVIDIA B200", 100),
     "dgx_h100": dgx_h100,
+    "dgx_h200": partial(dgx_h100, "NVIDIA H200"),
     "dgx_spark": dgx_spark,
     "gb200_nvl72": gb200_nvl72,
     "gh200": gh200,
     "mi300x": mi300x,
+    "mi325x": partial(mi300x, "MI325X"),
     "mi350x": partial(mi300x, "MI350X", "gfx950"),
     "mi355x": partial(mi300x, "MI355X", "gfx950"),
     "p4d": p4d,
@@ -328,9 +347,10 @@ PRESETS: dict[str, Callable[[], Machine]] = {
 
 _BY_GPU = {
     "pcie_box": ("PCIe", "PCIE", "NVL"), "dgx_a100": ("A100",), "gh200": ("GH200",),
-    "dgx_h100": ("H100", "H200", "H800"), "gb200_nvl72": ("GB200", "GB300"), "dgx_b200": ("B200", "B300"),
-    "dgx_spark": ("GB10",), "rtx_5090": ("RTX 5090",), "rtx_pro_6000": ("RTX PRO 6000",), "strix_halo": ("8060S",),
-    "mi300x": ("MI300X", "MI325X"), "mi350x": ("MI350X",), "mi355x": ("MI355X",),
+    "dgx_h200": ("H200",), "dgx_h100": ("H100", "H800"), "gb200_nvl72": ("GB200", "GB300"),
+    "dgx_b200": ("B200", "B300"), "dgx_spark": ("GB10",), "rtx_5090": ("RTX 5090",),
+    "rtx_pro_6000": ("RTX PRO 6000",), "strix_halo": ("8060S",), "mi300x": ("MI300X",), "mi325x": ("MI325X",),
+    "mi350x": ("MI350X",), "mi355x": ("MI355X",),
 }  # fmt: skip
 """Preset -> parts of its GPUs' names; the first that fits counts. PCIe cards have no NVSwitch."""
 

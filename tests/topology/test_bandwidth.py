@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.topology.bandwidth import (
+    AMD_MEMORY,
+    memory_bytes_per_second,
     nic_bytes_per_second,
     nvlink_bytes_per_second,
     pcie_bytes_per_second,
@@ -65,6 +69,47 @@ def test_unknown_generations_have_no_rate() -> None:
     assert nvlink_bytes_per_second(Gpu(key="g", compute_capability=52), 4) is None
     assert xgmi_bytes_per_second(Gpu(key="g", architecture="gfx1100"), 4) is None
     assert xgmi_bytes_per_second(Gpu(key="g", architecture="gfx942"), 7) == 336e9
+
+
+MEMORIES = {
+    "NVIDIA A100-SXM4-40GB": (80, 1555), "NVIDIA A100-PCIE-40GB": (80, 1555), "NVIDIA A100-SXM4-80GB": (80, 2039),
+    "NVIDIA A100 80GB PCIe": (80, 2039), "GA100 [A100 SXM4 40GB]": (80, 1555), "NVIDIA A30": (80, 933),
+    "NVIDIA A10": (86, 600), "NVIDIA A10G": (86, 600), "NVIDIA A40": (86, 696), "NVIDIA RTX A6000": (86, 768),
+    "NVIDIA GeForce RTX 3090": (86, 936), "Orin": (87, 205), "NVIDIA L4": (89, 300), "NVIDIA L40": (89, 864),
+    "NVIDIA L40S": (89, 864), "NVIDIA GeForce RTX 4090": (89, 1008), "NVIDIA RTX 6000 Ada Generation": (89, 960),
+    "NVIDIA H100 80GB HBM3": (90, 3350), "NVIDIA H100 PCIe": (90, 2039), "NVIDIA H100 NVL": (90, 3938),
+    "NVIDIA H200": (90, 4800), "NVIDIA H200 NVL": (90, 4800), "NVIDIA H20": (90, 4000),
+    "NVIDIA GH200 480GB": (90, 4000), "NVIDIA GH200 144G HBM3e": (90, 4900), "NVIDIA B200": (100, 8000),
+    "NVIDIA GB200": (100, 8000), "NVIDIA B300 SXM6 AC": (103, 8000), "NVIDIA GB10": (121, 273),
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (120, 1792),
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": (120, 1792),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (120, 1597), "NVIDIA RTX PRO 5000 Blackwell": (120, 1344),
+    "NVIDIA GeForce RTX 5090": (120, 1792), "NVIDIA GeForce RTX 5080": (120, 960),
+    "AMD Instinct MI250X": ("gfx90a", 1638), "AMD Instinct MI300X": ("gfx942", 5300),
+    "AMD Instinct MI325X OAM": ("gfx942", 6000), "Aqua Vanjaram [Instinct MI325X]": (None, 6000),
+    "AMD Instinct MI350X": ("gfx950", 8000), "AMD Instinct MI355X": ("gfx950", 8000),
+    "AMD Radeon PRO W7900": ("gfx1100", 864), "AMD Radeon RX 7900 XT or XTX": ("gfx1100", 960),
+}  # fmt: skip
+"""Name that a driver, lspci or PCI ids give -> compute capability or architecture, GB/s of its data sheet."""
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_cards_memory_is_its_own_and_not_its_generations(name: str) -> None:
+    kind, gigabytes = MEMORIES[name]
+    gpu = Gpu(
+        key="g", name=name, vendor=0x10DE if isinstance(kind, int) else 0x1002,
+        compute_capability=kind if isinstance(kind, int) else None,
+        architecture=kind if isinstance(kind, str) else None,
+    )  # fmt: skip
+    assert memory_bytes_per_second(gpu) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+    assert memory_bytes_per_second(replace(gpu, memory_bytes_per_second=1e9)) == 1e9  # the driver's comes first
+
+
+@pytest.mark.parametrize(("sm", "gcn", "gigabytes"), [(104, "910", 1638), (304, "gfx942", 5300), (256, "gfx951", None)])
+def test_amds_number_of_multiprocessors_is_no_capability(sm: int, gcn: str, gigabytes: float | None) -> None:
+    """RCCL writes it where NCCL has the compute capability: 104 would be faster than any B200."""
+    gpu = Gpu(key="g", vendor=0x1002, compute_capability=sm, architecture=gcn)
+    assert memory_bytes_per_second(gpu) == (gigabytes or min(AMD_MEMORY.values())) * 1e9
 
 
 @pytest.mark.parametrize(

@@ -211,12 +211,12 @@ def test_gpus_without_peers_exchange_through_host_memory() -> None:
 NAMES = {
     "NVIDIA A100-SXM4-80GB": "dgx_a100", "NVIDIA A100-PCIE-40GB": "pcie_box", "NVIDIA A100 80GB PCIe": "pcie_box",
     "NVIDIA H100 80GB HBM3": "dgx_h100", "NVIDIA H100 PCIe": "pcie_box", "NVIDIA H100 NVL": "pcie_box",
-    "NVIDIA H200": "dgx_h100", "NVIDIA H200 NVL": "pcie_box", "NVIDIA H800": "dgx_h100",
+    "NVIDIA H200": "dgx_h200", "NVIDIA H200 NVL": "pcie_box", "NVIDIA H800": "dgx_h100",
     "NVIDIA GH200 480GB": "gh200", "NVIDIA GH200 144G HBM3e": "gh200", "NVIDIA B200": "dgx_b200",
     "NVIDIA B300 SXM6 AC": "dgx_b200",
     "NVIDIA GB200": "gb200_nvl72", "NVIDIA GB300": "gb200_nvl72", "NVIDIA GB10": "dgx_spark",
     "NVIDIA GeForce RTX 5090": "rtx_5090", "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx_pro_6000",
-    "AMD Instinct MI300X": "mi300x", "AMD Instinct MI325X OAM": "mi300x", "AMD Instinct MI350X": "mi350x",
+    "AMD Instinct MI300X": "mi300x", "AMD Instinct MI325X OAM": "mi325x", "AMD Instinct MI350X": "mi350x",
     "AMD Instinct MI355X": "mi355x", "Tesla T4": "pcie_box", "NVIDIA A10": "pcie_box", "NVIDIA L40S": "pcie_box",
 }  # fmt: skip
 """Name that a driver reports -> preset that the doctor's command names."""

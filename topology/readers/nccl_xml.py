@@ -24,11 +24,15 @@ from gradwire.topology.graph import (
     PciSwitch,
     Port,
 )
-from gradwire.topology.pci_ids import is_virtual_bridge, normal_bus_id, role_of_class
+from gradwire.topology.pci_ids import amd_name, is_virtual_bridge, normal_bus_id, role_of_class
 from gradwire.topology.printable import shortened
 from gradwire.topology.readers.affinity import cores_of_mask
 from gradwire.topology.readers.xml_tree import Element
 from gradwire.topology.readers.xml_tree import read as read_xml
+
+_INTERFACE = re.compile(r"(eth|en[opsxP]|ib|bond|hsn)\d")
+"""How the names of network interfaces begin, of which devices of verbs have none. Source: systemd.net-naming-scheme(7).
+"""
 
 OTHER_FILES = {
     "graphs": "an NCCL graph file (NCCL_GRAPH_DUMP_FILE); a topology is what NCCL_TOPO_DUMP_FILE writes",
@@ -316,9 +320,11 @@ def _switch(element: Element, bus: str, parent: str) -> PciSwitch:
 
 def _gpu(element: Element, bus: str, parent: str, gpu: Element | None) -> Gpu:
     """Returns the GPU that a <pci> holds; `gpu` is its <gpu> element, if it has one."""
+    ids = _ids(element)
     found = Gpu(
-        key=bus, bus=bus, parent=parent, class_code=element.integer("class"), pcie=_link(element), **_ids(element)
-    )
+        key=bus, bus=bus, parent=parent, class_code=element.integer("class"), pcie=_link(element),
+        name=amd_name(ids["vendor"], ids["device"]), **ids,
+    )  # fmt: skip
     if gpu is None:
         return found
     return replace(
@@ -361,11 +367,13 @@ def _add_nic(nic: Element | None, pci: Element | None, parent: str, reading: _Re
 
 
 def _port(net: Element) -> Port:
-    """Returns the port of a <net>."""
+    """Returns the port of a <net>: of a network interface, if it goes by the name of one (NCCL uses sockets then)."""
     megabits = net.integer("speed")
     number = net.integer("port")
+    name = net.text("name") or "?"
     return Port(
-        name=net.text("name") or "?",
+        name=name,
+        interfaces=(name,) if _INTERFACE.match(name) else (),
         number=1 if number is None else number,
         index=net.integer("dev"),
         bits_per_second=megabits * 1e6 if megabits and 0 < megabits < 10**9 else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Gpu, Machine, Nic
-from gradwire.topology.pci_ids import AMD_GPU, normal_bus_id
+from gradwire.topology.pci_ids import AMD_GPU, amd_name, normal_bus_id
 from gradwire.topology.readers.affinity import members
 from gradwire.topology.readers.forest import Forest, card_of, link_between
 from gradwire.topology.readers.pci import PciTree
@@ -122,13 +122,14 @@ def _named_by_nvidia(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _numbered_by_amd(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Returns AMD GPUs with HIP's numbers and UUIDs; a card in partitions becomes as many GPUs.
+    """Returns AMD GPUs with HIP's numbers and UUIDs, models and architectures; a card in partitions is as many GPUs.
 
     HIP counts the driver's nodes, whose order may differ from the bus's. Nodes hidden from a container cannot be read
     and are not counted. GPUs are returned unchanged if one of them is another maker's.
 
     Source: Linux drivers/gpu/drm/amd/amdkfd/kfd_topology.c (the number of a partition is in bits 31:28 of `location_id`
-    or, by other releases, in those of the function); ROCR-Runtime, amd_filter_device.cpp (UUID).
+    or, by other releases, in those of the function; `gfx_target_version` is 90402 of gfx942); ROCR-Runtime,
+    amd_filter_device.cpp (UUID).
     """
     if not gpus or any(gpu.vendor != AMD_GPU for gpu in gpus):
         return tuple(gpus)
@@ -136,6 +137,7 @@ def _numbered_by_amd(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     numbers = sorted(int(name) for name in names_in(nodes) if re.fullmatch(r"\d{1,4}", name))
     known = {gpu.key for gpu in gpus}
     found: dict[str, list[tuple[int, int]]] = {}
+    architectures: dict[str, int] = {}
     count = 0
     for number in numbers:
         text = text_of(nodes / str(number) / "properties") or ""
@@ -145,6 +147,7 @@ def _numbered_by_amd(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
             bus = f"{facts.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
             bus = bus if bus in known else card_of(bus)
             found.setdefault(bus, []).append((count, facts.get("unique_id", 0)))
+            architectures[bus] = facts.get("gfx_target_version", 0)
             count += 1
     return tuple(
         replace(
@@ -152,9 +155,12 @@ def _numbered_by_amd(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
             key=gpu.key if part == 0 else f"{gpu.key}/{part}",
             part=None if len(nodes_of) == 1 else part,
             index=index,
+            name=gpu.name or amd_name(gpu.vendor, gpu.device),
+            architecture=f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else None,
             uuid=f"GPU-{unique:016x}" if unique else None,
         )
         for gpu in gpus
+        for version in [architectures.get(gpu.key)]
         for nodes_of in [found.get(gpu.key, [(None, 0)])]
         for part, (index, unique) in enumerate(nodes_of)
     )
