@@ -6,7 +6,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
-from gradwire.topology.graph import Gpu, Machine, Nic, Port
+from gradwire.topology.graph import Gpu, Machine, Nic
+from gradwire.topology.networks import rdma_ports
 from gradwire.topology.paths import Distances
 from gradwire.topology.visible import visible_gpus, without_idle_gpus
 
@@ -25,11 +26,6 @@ def _speed(nic: Nic) -> float:
     """
     wireless = (nic.class_code or 0) >> 8 == WIRELESS
     return nic_bytes_per_second(nic) or (0.0 if wireless else pcie_bytes_per_second(nic.pcie)) or 0.0
-
-
-def rdma_ports(nic: Nic) -> list[Port]:
-    """Returns the ports of a NIC that are RDMA devices in hardware: InfiniBand, RoCE, EFA, Slingshot."""
-    return [port for port in nic.ports if not port.virtual and port.name not in port.interfaces]
 
 
 def _for_gpus(nics: Sequence[Nic]) -> list[Nic]:

@@ -157,7 +157,7 @@ class GpuFabric:
         nvls: True if the node's NVSwitch can sum (NVLink SHARP; Hopper and later).
         ll128: True if NCCL uses its LL128 protocol across the network, because the NIC is near the GPU.
         amd_cpu: True if the processors are AMD's, for which NCCL counts twice the time to post a message.
-        network: Kind of network: `infiniband`, `roce`, `efa`, `slingshot` or `tcp`.
+        network: Kind of network: `infiniband`, `roce`, `efa`, `slingshot`, `omnipath` or `tcp`.
         network_seconds: Latency in seconds that a message over this network has beyond one over InfiniBand.
         memory_bytes_per_second: Peak bandwidth of the slowest GPU's memory.
     """

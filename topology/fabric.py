@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 
-from gradwire.topology.assign import nics_of_gpus, rdma_ports
+from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.bandwidth import ALPHA_SECONDS, memory_bytes_per_second
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.graph import Machine, Nic
+from gradwire.topology.networks import network_of
 from gradwire.topology.paths import Distances, PathType
-from gradwire.topology.pci_ids import AMAZON, AMD_GPU, CRAY, HPE
+from gradwire.topology.pci_ids import AMD_GPU
 from gradwire.topology.visible import given_gpus
 
 TCP_ALPHA_SECONDS = 30e-6
@@ -21,13 +22,15 @@ on the wire, with preamble, gap, checksum and headers. Source: IEEE 802.3 clause
 NETWORK_SECONDS = {
     "infiniband": 0.0,
     "roce": 0.0,
+    "omnipath": 0.0,
     "slingshot": 0.0,
     "efa": 75e-6,
     "tcp": TCP_ALPHA_SECONDS - ALPHA_SECONDS["network"],
 }
 """What NCCL is to add to the latencies that it has for InfiniBand. Its plug-ins for InfiniBand, RoCE and sockets say 0
 (NCCL v2.30 src/transport/net_ib/init.cc, net_socket.cc), that for EFA 75 us on p4d, g5 and p5 (aws-ofi-nccl
-src/platform-aws.cpp); nothing is published for Slingshot. For TCP the assumed latency of a message counts."""
+src/platform-aws.cpp); nothing is published for Slingshot and Omni-Path. For TCP the assumed latency of a message
+counts."""
 
 CHANNELS_PER_NIC = 2
 """Connections that NCCL opens between two neighbours for each card. Source: NVIDIA/nccl issue 438."""
@@ -58,7 +61,7 @@ def network_of_nics(nics: Iterable[Nic]) -> str:
     Returns:
         A key of `NETWORK_SECONDS`.
     """
-    kinds = {_network_of(nic) for nic in nics}
+    kinds = {network_of(nic) for nic in nics}
     return max(kinds or {"tcp"}, key=lambda kind: (NETWORK_SECONDS[kind], kind))
 
 
@@ -99,17 +102,3 @@ def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | No
         network_seconds=NETWORK_SECONDS[kind],
         memory_bytes_per_second=min(memory_bytes_per_second(gpu) for gpu in gpus),
     )
-
-
-def _network_of(nic: Nic) -> str:
-    """Returns the kind of network of a NIC: InfiniBand by its PCI class, else that of its RDMA ports, else `tcp`."""
-    if (nic.class_code or 0) >> 8 == 0x0207:
-        return "infiniband"
-    rdma = rdma_ports(nic)
-    if not rdma:
-        return "tcp"
-    if nic.vendor == AMAZON:
-        return "efa"
-    if nic.vendor in (CRAY, HPE):
-        return "slingshot"
-    return "infiniband" if any(port.link_layer == "InfiniBand" for port in rdma) else "roce"

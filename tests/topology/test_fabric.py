@@ -49,7 +49,7 @@ def test_the_network_is_that_of_the_slowest_card() -> None:
     roce = Nic(key="mlx5_0", vendor=0x15B3, ports=(Port(name="mlx5_0", interfaces=("eth1",), link_layer="Ethernet"),))
     infiniband = Nic(key="mlx5_1", ports=(Port(name="mlx5_1", link_layer="InfiniBand"),))
     by_class = Nic(key="mlx5_2", class_code=0x020700)
-    efa = Nic(key="efa0", vendor=0x1D0F, ports=(Port(name="rdmap16s27"),))
+    efa = Nic(key="efa0", vendor=0x1D0F, device=0xEFA1, ports=(Port(name="rdmap16s27"),))
     cray = Nic(key="cxi0", vendor=0x17DB, ports=(Port(name="cxi0", interfaces=("hsn0",)),))
     names = [network_of_nics([nic]) for nic in (ethernet, roce, infiniband, by_class, efa, cray)]
     assert names == ["tcp", "roce", "infiniband", "infiniband", "efa", "slingshot"]

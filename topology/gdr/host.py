@@ -12,7 +12,8 @@ from gradwire.topology.gdr.inputs.nccl_log import NcclLog
 from gradwire.topology.gdr.inputs.topology_file import STANDARD_PATH, TAGS, FilePosition, file_path_type, read_positions
 from gradwire.topology.gdr.nccl import LEVELS, Version, default_level, parse_level, parse_version
 from gradwire.topology.gdr.process_context import ProcessContext, read_process_context
-from gradwire.topology.gdr.rdma import RdmaDevice, RdmaPort, rdma_capable, read_rdma_devices
+from gradwire.topology.gdr.rdma import RdmaDevice, RdmaPort, family_of_function, rdma_capable, read_rdma_devices
+from gradwire.topology.networks import CardFamily, Plugin
 from gradwire.topology.paths import local_nics, path_of_printed
 from gradwire.topology.pci_ids import NVIDIA
 from gradwire.topology.readers.pci import PciFunction, PciTree, path_type
@@ -37,6 +38,16 @@ class RdmaNic:
     def name(self) -> str:
         """Returns the name of the first RDMA device (`mlx5_0`), or the bus id if there is none."""
         return self.devices[0].name if self.devices else self.bus_id
+
+    @property
+    def family(self) -> CardFamily | None:
+        """Returns the row of the table of known cards; None if the card is not in it."""
+        return family_of_function(self.function)
+
+    @property
+    def plugin(self) -> Plugin | None:
+        """Returns the plug-in by which NCCL uses the NIC; None if its own verbs do."""
+        return None if self.family is None else self.family.plugin
 
     @property
     def ports(self) -> tuple[RdmaPort, ...]:

@@ -4,26 +4,10 @@ import re
 from dataclasses import dataclass
 
 from gradwire.topology.gdr.inputs.files import Files
-from gradwire.topology.pci_ids import AMAZON, BROADCOM, CHELSIO, CRAY, HPE, INTEL, MELLANOX, PENSANDO
+from gradwire.topology.networks import INFINIBAND_CLASS, CardFamily, family_of
 from gradwire.topology.readers.pci import PciFunction, PciTree
 from gradwire.topology.readers.pci_sysfs import BUS_ID
 from gradwire.topology.readers.sysfs_ports import SCALABLE
-
-E810 = frozenset((0x1591, 0x1592, 0x1593, 0x1599, 0x159A, 0x159B, 0x579C, 0x579D, 0x579E, 0x579F))
-"""Intel E810 and E825 functions, served by irdma. Source: Linux drivers/net/ethernet/intel/ice/ice_devids.h."""
-EFA = range(0xEFA0, 0xEFA4)
-"""Amazon Elastic Fabric Adapter, generations 1 to 4. Source: Linux drivers/infiniband/hw/efa/efa_main.c."""
-MODULES = {
-    MELLANOX: "mlx5_ib",
-    BROADCOM: "bnxt_re",
-    INTEL: "irdma",
-    AMAZON: "efa",
-    CRAY: "cxi_ss1",
-    HPE: "cxi_ss1",
-    CHELSIO: "iw_cxgb4",
-    PENSANDO: "ionic_rdma",
-}
-"""Kernel module that turns a vendor's function into an RDMA device."""
 
 _MAX_GIDS = 256
 
@@ -85,20 +69,19 @@ class RdmaDevice:
         return self.name.startswith(("rxe", "siw"))
 
 
+def family_of_function(function: PciFunction) -> CardFamily | None:
+    """Returns the row of `networks.CARDS` of a PCI function; None if there is none."""
+    return family_of(function.vendor, function.device, function.driver)
+
+
 def rdma_capable(function: PciFunction) -> bool:
     """Returns whether a PCI function is a NIC that should appear as an RDMA device."""
     if function.base_class != 0x02 or function.vendor is None:
         return False
-    return {
-        MELLANOX: True,
-        BROADCOM: function.driver == "bnxt_en",
-        INTEL: function.device in E810,
-        AMAZON: function.device in EFA,
-        CRAY: True,
-        HPE: function.device == 0x0371,
-        CHELSIO: True,
-        PENSANDO: True,
-    }.get(function.vendor, function.class_code is not None and function.class_code >> 8 == 0x0207)
+    family = family_of_function(function)
+    if family is None:
+        return function.class_code is not None and function.class_code >> 8 == INFINIBAND_CLASS
+    return bool(family.module)
 
 
 def read_rdma_devices(files: Files, tree: PciTree) -> tuple[RdmaDevice, ...] | None:
@@ -114,9 +97,12 @@ def read_rdma_devices(files: Files, tree: PciTree) -> tuple[RdmaDevice, ...] | N
     if verbs is None and files.state("sys/class/infiniband") == "unreadable":
         return None
     owners = {name: function.bus_id for function in tree.functions.values() for name in function.rdma_devices}
+    slingshot = [_read_device(files, "cxi", name, owners) for name in files.names("sys/class/cxi") or ()]
+    known = {
+        device.bus_id for device in slingshot if device.bus_id
+    }  # HPE has verbs for it, too, which NCCL leaves alone
     devices = [_read_device(files, "infiniband", name, owners) for name in verbs or ()]
-    devices += [_read_device(files, "cxi", name, owners) for name in files.names("sys/class/cxi") or ()]
-    return tuple(devices)
+    return (*(device for device in devices if device.bus_id not in known), *slingshot)
 
 
 def _read_device(files: Files, folder: str, name: str, owners: dict[str, str]) -> RdmaDevice:

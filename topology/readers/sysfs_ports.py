@@ -65,7 +65,10 @@ def find_ports(root: Path) -> FoundPorts:
     """
     found = FoundPorts()
     parts: dict[tuple[str, str], list[Port]] = {}
-    for port, device in (*_rdma_ports(root), *_cxi_ports(root)):
+    slingshot = list(_cxi_ports(root))
+    cards = {_bus_of(device) for _, device in slingshot}
+    verbs = [(port, device) for port, device in _rdma_ports(root) if _bus_of(device) not in cards - {None}]
+    for port, device in (*verbs, *slingshot):
         bus = _bus_of(device)
         if bus is None:
             found.loose.append(port)

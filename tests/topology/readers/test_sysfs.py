@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gradwire.topology.assign import fastest_nics
-from gradwire.topology.bandwidth import nic_bytes_per_second
+from gradwire.topology.bandwidth import memory_bytes_per_second, nic_bytes_per_second
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import PcieLink
 from gradwire.topology.labels import nic_rate
@@ -98,11 +98,15 @@ def test_bonds_slingshot_and_virtual_drivers(systree: "SysTree") -> None:
     systree.link(f"sys/devices/{ROOT}/0000:02:00.0/cxi/cxi0/device", f"sys/devices/{ROOT}/0000:02:00.0")
     systree.link("sys/class/cxi/cxi0", f"sys/devices/{ROOT}/0000:02:00.0/cxi/cxi0")
     systree.interface("hsn0", *cxi, speed="200000", driver="cxi_core")
+    # HPE's driver for verbs shows the same card once more.
+    systree.link("sys/class/infiniband/hsi0/device", f"sys/devices/{ROOT}/0000:02:00.0")
+    systree.write("sys/class/infiniband/hsi0/ports/1/rate", "200 Gb/sec (4X HDR)")
     systree.interface("eth1", *virtio, speed="-1", driver="virtio_net")
     machine = read(systree.root)
     ports = {nic.key: nic.ports[0] for nic in machine.nics}
     assert ports["0000:01:00.0"].bond == "bond0"
     assert (ports["0000:02:00.0"].name, ports["0000:02:00.0"].bits_per_second) == ("cxi0", 200e9)
+    assert [len(nic.ports) for nic in machine.nics] == [1, 1, 1]
     assert (ports["0000:03:00.0"].virtual, ports["0000:03:00.0"].bits_per_second) == (True, None)
     assert machine.virtual is True
 
@@ -400,8 +404,9 @@ def test_nvidias_driver_names_its_gpus_without_its_libraries(systree: "SysTree")
     assert (other.name, other.uuid) == ("NVIDIA H100 80GB HBM3", None)
 
 
-def kfd(systree: "SysTree", number: int, location: int, unique: int = 0, *, simds: int = 416) -> None:
+def kfd(systree: "SysTree", number: int, location: int, unique: int = 0, *, simds: int = 416, version: int = 0) -> None:
     about = f"cpu_cores_count 0\nsimd_count {simds}\nlocation_id {location}\ndomain 0\nunique_id {unique}"
+    about += f"\ngfx_target_version {version}"
     systree.write(f"sys/class/kfd/kfd/topology/nodes/{number}/properties", about)
 
 
@@ -419,6 +424,26 @@ def test_amds_driver_numbers_its_gpus_in_an_order_of_its_own(systree: "SysTree")
         ("0000:43:00.0", 0, "GPU-0000000deadbeef2"),
         ("0000:63:00.0", None, None),
     ]
+
+
+@pytest.mark.parametrize(("device", "version", "name", "architecture", "gigabytes"), [
+    (0x74A1, 90402, "AMD Instinct MI300X", "gfx942", 5300),
+    (0x74A5, 90402, "AMD Instinct MI325X", "gfx942", 6000),
+    (0x75A3, 90500, "AMD Instinct MI355X", "gfx950", 8000),
+    (0x740C, 90010, "AMD Instinct MI250X", "gfx90a", 1638),
+    (0x1586, 110501, "AMD Radeon 8060S or 8050S", "gfx1151", 256),
+    (0x7551, 120001, "AMD Radeon AI PRO R9700", "gfx1201", 640),
+    (0x1681, 100305, None, "gfx1035", 256),  # nothing is known of it: AMD's slowest
+])  # fmt: skip
+def test_amds_cards_have_model_architecture_and_memory(
+    systree: "SysTree", device: int, version: int, name: str | None, architecture: str, gigabytes: float
+) -> None:
+    systree.host({0: "0-15"})
+    systree.device(ROOT, "0000:03:00.0", kind=0x038000, vendor=0x1002, device=device)
+    kfd(systree, 1, 0x0300, version=version)
+    [gpu] = read(systree.root).gpus
+    assert (gpu.name, gpu.architecture) == (name, architecture)
+    assert memory_bytes_per_second(gpu) == gigabytes * 1e9
 
 
 @pytest.mark.parametrize("bit", [28, 0])

@@ -17,7 +17,8 @@ from gradwire.topology.gdr.model import (
 )
 from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, name_matches
 from gradwire.topology.gdr.process_context import CAP_IPC_LOCK
-from gradwire.topology.gdr.rdma import MODULES, RdmaPort, pcie_gigabits
+from gradwire.topology.gdr.rdma import RdmaPort, family_of_function, pcie_gigabits
+from gradwire.topology.networks import CARDS, TCPX, TCPXO
 from gradwire.topology.pci_ids import MELLANOX
 
 _JUMBO_NBYTES = 4200  # MTU of an Ethernet interface that holds a 4096-byte RDMA payload and its headers
@@ -45,7 +46,14 @@ def devices_of_hardware(host: Host) -> Finding:
                 "attach interfaces of type efa when the instance is launched, with a security group that lets its own "
                 "members through (Amazon EC2 user guide, Elastic Fabric Adapter)",
             )
-        return failed("no NIC on the PCI bus that can do RDMA", "use nodes with InfiniBand, RoCE, EFA or Slingshot")
+        if any(family_of_function(function) in _BY_TCPX for function in known.values()):
+            return failed(
+                "gVNIC has no RDMA: only Google's plug-ins for NCCL reach GPUs from it, which are not examined here",
+                f"{TCPX.name} or {TCPXO.name}, as Google Cloud's guide says; a3-ultragpu and later have ConnectX",
+            )
+        return failed(
+            "no NIC on the PCI bus that can do RDMA", "use nodes with InfiniBand, RoCE, EFA, Slingshot or Omni-Path"
+        )
     bonded = {nic.bus_id[:-1] for nic in host.capable if any("bond" in device.name for device in nic.devices)}
     lent = {nic.function.physical_function for nic in host.capable if nic.devices}
     bare = [
@@ -53,7 +61,7 @@ def devices_of_hardware(host: Host) -> Finding:
         for nic in host.capable
         if not nic.devices and nic.bus_id[:-1] not in bonded and not (nic.bus_id in lent and host.process.container)
     ]
-    modules = {MODULES[nic.function.vendor] for nic in bare if nic.function.vendor in MODULES}
+    modules = {nic.family.module for nic in bare if nic.family is not None}
     fix = f"modprobe {' '.join(sorted(modules))}; in a container check the RDMA network namespace (rdma system)"
     if bare and homeless:
         return _unmatched(homeless)
@@ -62,6 +70,9 @@ def devices_of_hardware(host: Host) -> Finding:
     if bare:
         return warned(f"no RDMA device on {', '.join(nic.bus_id for nic in bare[:8])}", fix)
     return passed(f"{len(host.capable)} NICs: {', '.join(nic.name for nic in host.capable[:16])}")
+
+
+_BY_TCPX = [card for card in CARDS if card.plugin == TCPX]
 
 
 def _unmatched(names: list[str]) -> Finding:

@@ -13,14 +13,22 @@ from gradwire.topology.gdr.glue import (
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import Finding, GdrCheck, Verdict, failed, informed, passed, unknown, warned
 from gradwire.topology.gdr.nccl import DMABUF_SINCE, MODULE_PATH_SINCE
-from gradwire.topology.pci_ids import AMAZON, CRAY, HPE
 
 _NO_GDR = "no GPU here has GPUDirect RDMA (G2): there is nothing to load"
+_PINS = "{} asks the GPU's driver for its memory itself: neither peer memory nor verbs with dma-buf are needed"
 _SYMBOLS = re.compile(r"(disagrees about version of|[Uu]nknown) symbol (\w*peer_memory\w*)")
 
 
+def _pinning(host: Host) -> str:
+    """Returns the modules of the NICs if all of them ask the GPU's driver for its memory themselves; else empty."""
+    families = [nic.family for nic in host.nics]
+    return ", ".join({family.module: "" for family in families if family and family.pins}) * all(
+        family is not None and family.pins for family in families
+    )
+
+
 def some_mechanism(host: Host) -> Finding:
-    """Checks that a NIC can register GPU memory, by peer memory or by dma-buf.
+    """Checks that a NIC can register GPU memory: by peer memory, by dma-buf, or by a driver that asks the GPU's itself.
 
     Command: `ls /sys/kernel/mm/memory_peers/ /sys/module/nvidia_peermem; gradwire gdr-check --prove`
     Source: NCCL src/transport/net_ib/gdr.cc (ncclIbGdrSupport, ncclIbDmaBufSupport).
@@ -28,6 +36,8 @@ def some_mechanism(host: Host) -> Finding:
     peermem, chain = peermem_path(host), dmabuf_chain(host)
     if no_gpu_has_gdr(host):
         return informed(_NO_GDR)
+    if modules := _pinning(host):
+        return passed(_PINS.format(modules))
     if peermem:
         return passed(f"peer memory: /{peermem}")
     state = chain_state(chain)
@@ -48,6 +58,8 @@ def peermem_quality(host: Host) -> Finding:
     log = host.facts.kernel_log
     if no_gpu_has_gdr(host):
         return informed(_NO_GDR)
+    if modules := _pinning(host):
+        return informed(_PINS.format(modules))
     symbol = next((match for line in log or () if (match := _SYMBOLS.search(line))), None)
     legacy = host.files.state("sys/module/nv_peer_mem") == "present"
     if host.files.state("sys/module/nvidia_peermem") == "present" and not legacy:
@@ -78,6 +90,8 @@ def dmabuf_quality(host: Host) -> Finding:
     chain = dmabuf_chain(host)
     if no_gpu_has_gdr(host):
         return informed(_NO_GDR)
+    if modules := _pinning(host):
+        return informed(_PINS.format(modules))
     broken = [f"{link.name} ({link.text})" for link in chain if link.good is False]
     missing = [link.name for link in chain if link.good is None]
     if broken and peermem_path(host):
@@ -98,6 +112,8 @@ def nccl_and_mechanism(host: Host) -> Finding:
     version, peermem = host.nccl_version, peermem_path(host)
     if no_gpu_has_gdr(host):
         return informed(_NO_GDR)
+    if modules := _pinning(host):
+        return informed(f"NCCL's plug-in registers memory, through {modules}: NCCL's release does not matter")
     if version is None:
         if peermem in PEERMEM_PATHS[:2]:
             return passed(f"version not known, but every release looks at /{peermem}")
@@ -184,18 +200,21 @@ def plugin_below(host: Host) -> bool | None:
 
 
 def vendor_path(host: Host) -> Finding:
-    """Checks that EFA and Slingshot have their plugin for NCCL; without it NCCL falls back to sockets.
+    """Checks that EFA, Slingshot and Omni-Path have their plugin for NCCL; without it NCCL uses sockets, or slow verbs.
 
-    Command: `ldconfig -p | grep libnccl-net; cat /sys/class/infiniband/*/device/p2p; fi_info -p efa -c FI_HMEM`
-    Source: aws-ofi-nccl README and issue 889; libfabric fi_efa(7).
+    Command: `ldconfig -p | grep libnccl-net; cat /sys/class/infiniband/*/device/p2p; fi_info -c FI_HMEM`
+    Source: aws-ofi-nccl README and issue 889; libfabric fi_efa(7), fi_cxi(7), fi_opx(7).
     """
-    special = [nic for nic in host.nics if nic.function.vendor in (AMAZON, CRAY, HPE)]
-    if not special:
+    special = [nic for nic in host.nics if nic.plugin is not None]
+    wanted = next((nic.plugin for nic in special), None)
+    if wanted is None:
         return passed("verbs NICs need no plugin") if host.nics else unknown("no NIC to look at")
     names = ", ".join(nic.name for nic in special[:4])
     plugin = host.facts.nccl_plugin if host.facts.nccl_plugin is not None else plugin_below(host)
     if plugin is False:
-        return failed(f"{names}: libnccl-net.so is not found, NCCL would use sockets", "install aws-ofi-nccl")
+        return failed(
+            f"{names}: libnccl-net.so is not found, NCCL would use {wanted.without}", f"install {wanted.name}"
+        )
     providers = {nic.name: host.files.text(f"sys/class/infiniband/{nic.name}/device/p2p") for nic in special}
     if "NA" in providers.values():
         return warned(

@@ -20,7 +20,7 @@ from gradwire.topology.gdr.model import (
 )
 from gradwire.topology.gdr.nccl import name_matches, within
 from gradwire.topology.gdr.rdma import pcie_gigabits
-from gradwire.topology.pci_ids import AMAZON, CRAY, HPE, MELLANOX
+from gradwire.topology.pci_ids import AMAZON, MELLANOX
 from gradwire.topology.readers.affinity import members
 from gradwire.topology.readers.pci import PciFunction
 from gradwire.topology.readers.pci_config import ConfigSpace
@@ -242,8 +242,8 @@ def relaxed_ordering(host: Host) -> Finding:
     """
     verbs = "NCCL_IB_PCI_RELAXED_ORDERING=1, but for NCCL 2.18.1; rdma-core with IBVERBS_1.8"
     nvidia = any(nic.function.vendor == MELLANOX for nic in host.nics)
-    if host.nics and all(nic.function.vendor in (AMAZON, CRAY, HPE) for nic in host.nics):
-        return informed("libfabric's provider decides for EFA and Slingshot, not NCCL's verbs")
+    if host.nics and all(nic.plugin for nic in host.nics):
+        return informed("libfabric's provider decides for EFA, Slingshot and Omni-Path, not NCCL's verbs")
     fix = f"mlxconfig -d NIC set PCI_WR_ORDERING=1; {verbs}" if nvidia else f"{verbs}; the NIC's own firmware tool"
     if host.log is not None and host.log.relaxed_ordering is not None:
         return passed("NCCL's log says [RO]") if host.log.relaxed_ordering else warned("NCCL's log lacks [RO]", fix)

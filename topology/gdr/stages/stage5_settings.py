@@ -27,17 +27,25 @@ from gradwire.topology.gdr.nccl import (
 )
 from gradwire.topology.gdr.stages.stage4_path import domain_type
 from gradwire.topology.nccl_variables import CURES, KNOWN, RENAMED, unread
-from gradwire.topology.pci_ids import AMAZON
+from gradwire.topology.networks import TCPX, TCPXO, Plugin
 from gradwire.topology.printable import shortened
 
 
+def _plugins(host: Host) -> dict[str, Plugin]:
+    """Returns name of a card -> the plug-in by which NCCL uses it, for those cards of the host that need one."""
+    return {nic.family.title: nic.family.plugin for nic in host.nics if nic.family and nic.family.plugin}
+
+
 def rdma_switched_off(host: Host) -> Finding:
-    """Checks that no variable turns RDMA off or names devices that do not exist.
+    """Checks that no variable turns RDMA off, hides the plug-in of cards that need one, or names missing devices.
 
     Command: `env | grep -E "NCCL_(IB_DISABLE|NET|NET_PLUGIN|IB_HCA)="; cat /etc/nccl.conf`
     Source: NCCL user guide, NCCL_IB_DISABLE, NCCL_NET, NCCL_NET_PLUGIN, NCCL_IB_HCA; aws-ofi-nccl issues 241, 1055.
     """
-    if host.setting("NCCL_IB_DISABLE") not in (None, "0"):
+    plugins = _plugins(host)
+    net = " or ".join(dict.fromkeys(plugin.net for plugin in plugins.values())) or "IB"
+    by_verbs = not host.nics or any(nic.plugin is None for nic in host.nics)
+    if host.setting("NCCL_IB_DISABLE") not in (None, "0") and by_verbs:
         return failed(
             _shown(host, "NCCL_IB_DISABLE"),
             f"one run without it, with a time limit: {CURES['ib']}",
@@ -45,12 +53,17 @@ def rdma_switched_off(host: Host) -> Finding:
     if (host.setting("NCCL_NET") or "").lower() == "socket":
         return failed(
             _shown(host, "NCCL_NET"),
-            f"one run without it, or with the RDMA network (IB), with a time limit: {CURES['ib']}",
+            f"one run without it, or with the RDMA network ({net}), with a time limit: {CURES['ib']}",
         )
-    if host.setting("NCCL_NET_PLUGIN") == "none" and any(nic.function.vendor == AMAZON for nic in host.nics):
+    if plugins and host.setting("NCCL_NET_PLUGIN") == "none":
         return failed(
-            f"{_shown(host, 'NCCL_NET_PLUGIN')}: EFA needs the plugin",
+            f"{_shown(host, 'NCCL_NET_PLUGIN')}: {' and '.join(plugins)} needs the plugin",
             f"one run without it, with a time limit: {CURES['plugin']}",
+        )
+    if not by_verbs and (host.setting("NCCL_NET") or "").upper() == "IB":
+        return failed(
+            f"{_shown(host, 'NCCL_NET')}: {' and '.join(plugins)} is no network of NCCL's own",
+            f"one run without it, or with {net}, with a time limit",
         )
     value, names = host.setting("NCCL_IB_HCA"), [d.name for d in host.rdma_devices or () if d.verbs]
     if value and names and not any(name_matches(value, name) for name in names):
@@ -270,21 +283,26 @@ def topology_file(host: Host) -> Finding:
 
 
 def vendor_settings(host: Host) -> Finding:
-    """Checks that cloud settings fit the software: no obsolete EFA variables, and a profile for Google's plugins.
+    """Checks that settings fit the plug-ins: no obsolete EFA variables, libfabric's provider, a profile for Google's.
 
-    Command: `env | grep -E "^(FI_|NCCL_FASTRAK_|NCCL_NET=)"`
-    Source: aws-ofi-nccl release notes 1.6 and 1.7; libfabric fi_efa(7); Google Cloud GPU networking documentation.
+    Command: `env | grep -E "^(FI_|NCCL_FASTRAK_|NCCL_GPUDIRECTTCPX_|NCCL_NET=)"`
+    Source: aws-ofi-nccl release notes 1.6 and 1.7; libfabric fi_provider(7), fi_efa(7); Google Cloud, GPU networking.
     """
     if host.setting("FI_EFA_USE_DEVICE_RDMA") is not None:
         return warned(
             _shown(host, "FI_EFA_USE_DEVICE_RDMA"), "obsolete from libfabric 1.18 and aws-ofi-nccl 1.7 on: unset it"
         )
-    efa = any(nic.function.vendor == AMAZON for nic in host.nics)
-    if host.setting("FI_PROVIDER") not in (None, "efa") and efa:
-        return warned(f"{_shown(host, 'FI_PROVIDER')}: EFA NICs are not used", "unset it")
-    profile = any(name.startswith("NCCL_FASTRAK_") for name in host.settings or ())
-    if host.setting("NCCL_NET") == "FasTrak" and not profile:
-        return failed("NCCL_NET=FasTrak without its NCCL_FASTRAK_ profile", "source nccl-env-profile.sh of the plugin")
+    providers = host.setting("FI_PROVIDER") or ""
+    for title, plugin in _plugins(host).items():
+        named = set(re.split("[,;]", providers.lower().lstrip("^")))  # ^ excludes those that follow
+        if providers and plugin.providers and bool(named & set(plugin.providers)) == providers.startswith("^"):
+            wanted = f"unset it, or FI_PROVIDER={plugin.providers[0]}"
+            return warned(f"{_shown(host, 'FI_PROVIDER')}: {title} NICs are not used", wanted)
+    net, names = host.setting("NCCL_NET") or "", host.settings or {}
+    for plugin in (TCPX, TCPXO):
+        if net.startswith(plugin.net) and not any(name.startswith(plugin.settings) for name in names):
+            lacking = f"NCCL_NET={net} without its {plugin.settings} profile"
+            return failed(lacking, "source nccl-env-profile.sh of the plugin, or set what Google Cloud's guide lists")
     return passed("nothing out of place")
 
 
