@@ -261,11 +261,12 @@ class ShardLinks:
     def describe(self) -> str:
         """Returns text for a report: the placement of the ranks by nodes if collectives are compressed, `2 nodes of 4`.
 
-        Otherwise `exact collectives by plans where they are faster`. Different texts of several groups are joined.
+        Otherwise `exact collectives by plans where they are faster` on a CPU, and where there are no plans, as on CUDA,
+        `the group's own exact collectives`. Different texts of several groups are joined.
         """
+        exact = ("the group's own exact collectives", "exact collectives by plans where they are faster")
         found = {
-            link.nodes.describe() if link.nodes is not None else "exact collectives by plans where they are faster"
-            for link in self.made.values()
+            link.nodes.describe() if link.nodes else exact[link.planned is not None] for link in self.made.values()
         }
         return ", ".join(sorted(found))
 

@@ -30,6 +30,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.config import Config
 from gradwire.comms.run.phase_stats import PhaseStats
+from gradwire.comms.sharded.apply import ShardLinks
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedShards
 from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
@@ -333,3 +334,14 @@ def test_a_hook_that_goes_on_without_its_average_is_found() -> None:
     unordered = patch.object(FakeFuture, "wait", lambda future: future.value())
     with unordered, pytest.raises(RaceError, match="nothing orders"):
         trained("aabb", INSIDE, plan="hierarchical", compressor="int8", steps=1)
+
+
+def test_the_report_of_exact_shards_speaks_of_plans_where_there_are_some() -> None:
+    reporter: Any = None  # asked only for what is compressed
+    links = ShardLinks(torch.device("cuda"), Config(), reporter, None, PhaseStats(HostClock(), ()), compressed=False)
+    group: Any = Group(HashStore(), (0, 1), 0)
+    assert links.of(group).planned is None
+    assert links.describe() == "the group's own exact collectives"
+    planned: Any = SimpleNamespace()
+    links.made[2, 3] = ShardLink(None, None, planned)
+    assert "exact collectives by plans where they are faster" in links.describe()
