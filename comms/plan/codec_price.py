@@ -38,6 +38,8 @@ class CodecFacts:
         touched_nbytes: Bytes that encoding and decoding read and write for each element of a shard, residual and
             momentum included: encode (gradient in, residual in and out, payload out), decode and sum a slice, decode
             the result. One pass each; onebit has two more, for its scales of elements.
+        operators_nbytes: The same without kernels, in torch's operators: their inputs and outputs, counted in the
+            reference with a group of two. That is what runs on AMD's GPUs.
         kept_nbytes: Bytes that it keeps from step to step for each element of a shard, and for each element of the part
             of it that a rank owns. A residual or a momentum is two float32: the value, and the one that takes its place
             when the step is known to be finite; onebit's scale of an element is one. PowerSGD's factors, which are
@@ -48,6 +50,7 @@ class CodecFacts:
     """
 
     touched_nbytes: float
+    operators_nbytes: float
     kept_nbytes: tuple[float, float]
     trained: tuple[str, ...]
     rounds: int = EXCHANGE_ROUNDS
@@ -58,22 +61,22 @@ OPTIMIZER_NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
 _ALL = tuple(OPTIMIZER_NAMES)
 
 CODEC_FACTS = {
-    "none": CodecFacts(0.0, (0.0, 0.0), _ALL),
-    "bf16": CodecFacts(14.0, (0.0, 0.0), _ALL),
-    "fp16": CodecFacts(14.0, (0.0, 0.0), _ALL),
-    "int8": CodecFacts(19.0, (8.0, 8.0), _ALL),
-    "waterfill5": CodecFacts(18.5, (8.0, 8.0), ("muon",)),
-    "waterfill4": CodecFacts(18.0, (8.0, 8.0), _ALL),
-    "waterfill3": CodecFacts(18.0, (8.0, 8.0), ("adamw", "muon")),
-    "int4": CodecFacts(18.0, (8.0, 8.0), _ALL),
-    "waterfill2": CodecFacts(17.0, (8.0, 8.0), ("adamw", "muon")),
-    "powersgd": CodecFacts(32.0, (8.0, 0.0), _ALL),
-    "onebit": CodecFacts(49.0, (20.0, 8.0), ("sgd", "muon")),
-    "dgc": CodecFacts(28.0, (16.0, 0.0), ("sgd", "muon")),
+    "none": CodecFacts(0.0, 0.0, (0.0, 0.0), _ALL),
+    "bf16": CodecFacts(14.0, 114.0, (0.0, 0.0), _ALL),
+    "fp16": CodecFacts(14.0, 114.0, (0.0, 0.0), _ALL),
+    "int8": CodecFacts(19.0, 364.0, (8.0, 8.0), _ALL),
+    "waterfill5": CodecFacts(18.5, 2400.0, (8.0, 8.0), ("muon",)),
+    "waterfill4": CodecFacts(18.0, 2384.0, (8.0, 8.0), _ALL),
+    "waterfill3": CodecFacts(18.0, 2367.0, (8.0, 8.0), ("adamw", "muon")),
+    "int4": CodecFacts(18.0, 373.0, (8.0, 8.0), _ALL),
+    "waterfill2": CodecFacts(17.0, 2351.0, (8.0, 8.0), ("adamw", "muon")),
+    "powersgd": CodecFacts(32.0, 198.0, (8.0, 0.0), _ALL),
+    "onebit": CodecFacts(49.0, 355.0, (20.0, 8.0), ("sgd", "muon")),
+    "dgc": CodecFacts(28.0, 151.0, (16.0, 0.0), ("sgd", "muon")),
 }
 """Facts about every built-in compressor, in ascending order of distortion."""
 
-UNKNOWN_CODEC = CodecFacts(32.0, (8.0, 8.0), ())
+UNKNOWN_CODEC = CodecFacts(32.0, 32.0, (8.0, 8.0), ())
 """Facts assumed of a compressor that a user has registered: those of a codec with both residuals."""
 
 EDGE = 0.25
@@ -89,7 +92,9 @@ def codec_facts(name: str) -> CodecFacts:
     return CODEC_FACTS.get(name, UNKNOWN_CODEC)
 
 
-def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_second: float) -> CodecPrice:
+def codec_price(
+    name: str, layout: Layout, group_size: int, memory_bytes_per_second: float, *, kernels: bool = True
+) -> CodecPrice:
     """Returns the cost of a compressor after its warm-up.
 
     Args:
@@ -97,6 +102,7 @@ def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_sec
         layout: Parameters of the gradient; the ratio of PowerSGD depends on their shapes.
         group_size: Ranks that exchange each shard: the number of nodes.
         memory_bytes_per_second: Memory rate of the processor that encodes.
+        kernels: Whether it has kernels, see `codec_seconds`.
 
     Raises:
         ValueError: No such compressor.
@@ -106,20 +112,22 @@ def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_sec
     return CodecPrice(
         name,
         wire_ratio(final(name), layout, group_size),
-        codec_seconds(name, memory_bytes_per_second),
+        codec_seconds(name, memory_bytes_per_second, kernels=kernels),
         rounds=codec_facts(name).rounds,
         owned=owned_share(final(name), layout, group_size),
     )
 
 
-def codec_seconds(name: str, memory_bytes_per_second: float) -> float:
-    """Returns the seconds of encoding and decoding for each byte of a shard, predicted from the bytes kernels touch.
+def codec_seconds(name: str, memory_bytes_per_second: float, *, kernels: bool = True) -> float:
+    """Returns the seconds of encoding and decoding for each byte of a shard, predicted from the bytes that are touched.
 
     Args:
         name: Name of the compressor, built in or registered by a user.
         memory_bytes_per_second: Memory rate of the processor that encodes.
+        kernels: Whether it has kernels of gradwire's; False: torch's operators compute.
     """
-    return codec_facts(name).touched_nbytes / ELEMENT_NBYTES / memory_bytes_per_second
+    facts = codec_facts(name)
+    return (facts.touched_nbytes if kernels else facts.operators_nbytes) / ELEMENT_NBYTES / memory_bytes_per_second
 
 
 def final(name: str) -> Compressor:

@@ -12,6 +12,7 @@ from gradwire.topology.fabric import CHANNELS_PER_NIC, TCP_ALPHA_SECONDS, TCP_SH
 from gradwire.topology.graph import Machine
 from gradwire.topology.levels import levels_of
 from gradwire.topology.nvlink_domain import cluster_of_domains
+from gradwire.topology.pci_ids import AMD_GPU
 
 HOST_MEMORY_BYTES_PER_SECOND = 5e9
 """Bytes per second of a rank on a CPU through shared memory: all-reduces of 64 MB, EPYC (Zen 4), 2026."""
@@ -84,6 +85,15 @@ def codec_bytes_per_second(machine: Machine) -> float:
     if machine.gpus:
         return GPU_MEMORY_SHARE * min(memory_bytes_per_second(gpu) for gpu in machine.gpus)
     return core_bytes_per_second()
+
+
+def has_kernels(machine: Machine) -> bool:
+    """Returns whether compressors have kernels for a machine's processors: all but AMD's GPUs.
+
+    Args:
+        machine: Topology of one node.
+    """
+    return not any(gpu.vendor == AMD_GPU for gpu in machine.gpus)
 
 
 def library_of(machine: Machine) -> str:

@@ -23,7 +23,7 @@ from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Candidate, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.cost import EXACT
-from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
+from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, has_kernels, library_of
 from gradwire.comms.plan.overlap import FORWARD_SHARE
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.compressors import registry
@@ -107,9 +107,11 @@ class Question:
         Returns:
             The candidates with their predicted times, and the recommendation.
         """
-        rate = codec_bytes_per_second(self.machine)
+        rate, kernels = codec_bytes_per_second(self.machine), has_kernels(self.machine)
         wider = ELEMENT_NBYTES / GRADIENT_NBYTES[self.options.gradient_dtype]
-        prices = [codec_price(name, self.layout, len(cluster.nodes), rate) for name in registry.names()]
+        prices = [
+            codec_price(name, self.layout, len(cluster.nodes), rate, kernels=kernels) for name in registry.names()
+        ]
         prices = [
             replace(price, ratio=price.ratio * wider, seconds_per_byte=price.seconds_per_byte * wider)
             for price in prices
@@ -464,8 +466,9 @@ def main(argv: list[str]) -> int:
             gains, hook = None, question.torch_hook(cluster)
             if options.nodes > 1 and question.workload.backward_seconds > 0:
                 gains = Gains.over_one_node(options.nodes, advice, question.advice(question.cluster(1)), hook)
+        took, kernels = time.perf_counter() - began, has_kernels(question.machine)
         answer = Answer(
-            cluster, question.workload, advice, time.perf_counter() - began, gains, hook, question.assumed_compute
+            cluster, question.workload, advice, took, gains, hook, question.assumed_compute, kernels=kernels
         )
         with reader_may_leave():
             if options.json:

@@ -106,6 +106,7 @@ class Answer:
         gains: Throughput relative to one node; None for a single node, or if the computing time is unknown.
         torch_hook: Prediction for torch's fp16 hook; None if gradients are not float32, which it would not shorten.
         assumed_compute: Device that the computing time was assumed for, in words; empty if the time was given.
+        kernels: Whether compressors have kernels for these processors; else torch's operators are what is priced.
     """
 
     cluster: Cluster
@@ -115,6 +116,7 @@ class Answer:
     gains: Gains | None
     torch_hook: Candidate | None = None
     assumed_compute: str = ""
+    kernels: bool = True
 
     @property
     def first(self) -> str | None:
@@ -153,6 +155,7 @@ def as_json(answer: Answer) -> Object:
         "forward_seconds": workload.rest_seconds,
         "backward_seconds": workload.backward_seconds,
         "compute_assumed": answer.assumed_compute or None,
+        "kernels": answer.kernels,
         "accumulate": workload.accumulate,
         "torch_fp16_hook": None if answer.torch_hook is None else _candidate(answer.torch_hook),
         "plans": {candidate.name: _candidate(candidate) for candidate in advice.candidates},
@@ -254,6 +257,10 @@ def as_table(console: Console, answer: Answer, *, everything: bool = False, assu
             f"Computing is assumed: {answer.assumed_compute}. Measure yours, a loss.backward() without DDP, and give "
             "it as --backward-ms.",
             markup=False,
+        )
+    if not answer.kernels:
+        console.print(
+            "Compressors have no kernels for AMD's GPUs: priced are torch's operators, which take far longer."
         )
     # The table, fastest step first after the recommended one, and its legend and notes.
     over = "NVLink" if cluster.levels[-1].link.nvlink else "NIC"

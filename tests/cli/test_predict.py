@@ -276,6 +276,20 @@ def test_nothing_in_the_table_is_much_faster_than_what_is_recommended(
     assert not (hidden and verdict["first"])
 
 
+@pytest.mark.parametrize(("preset", "kernels"), [("strix_halo", False), ("mi300x", False), ("dgx_spark", True)])
+def test_amds_gpus_have_no_kernels_so_torchs_operators_are_priced(
+    preset: str, kernels: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--preset", preset, "--nodes", "2", "--nic", "10gbit", "--gradient-mb", "500")
+    answer: Any = ask(capsys, *words)
+    assert answer["kernels"] is kernels
+    plain = answer["plans"]["flat"]["seconds"]
+    int8 = min(each["seconds"] for each in answer["plans"].values() if each["compressor"] == "int8")
+    assert main([*words]) == 0
+    assert ("priced are torch's operators" in capsys.readouterr().out) is not kernels
+    assert (int8 > 0.5 * plain) is (preset == "strix_halo")  # beside 10 Gbit/s its memory is too slow for operators
+
+
 def test_a_codec_of_ones_own_is_not_recommended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,7 +162,7 @@ MACHINES = {
     "a DGX Spark, 200 Gbit/s": ["dgx_spark", "--nic", "200gbit"],
     "4 RTX PRO 6000 without peer access, 2 x 25 GbE": ["rtx_pro_6000", "--nic", "25gbit", "--nics-per-node", "2"],
     "2 RTX 5090, 10 GbE": ["rtx_5090", "--nic", "10gbit"],
-    "a Strix Halo, USB4": ["strix_halo", "--nic", "20gbit"],
+    "a Strix Halo, USB4 (10 Gbit/s of TCP)": ["strix_halo", "--nic", "10gbit"],
     "8 MI300X, 8 x 400 Gbit/s": ["mi300x"],
 }
 """Row of README's table of machines -> the preset, and the options that it is asked with."""

@@ -1,17 +1,27 @@
 """Prices come from the compressors themselves, not from a table beside them."""
 
+from typing import Any, cast
+
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gradwire.comms.plan.codec_price import (
+    CODEC_FACTS,
     alone,
     codec_price,
+    codec_seconds,
     final,
     layout_of,
     measured_price,
     square_layout,
     wire_ratio,
 )
+from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors import registry
+from gradwire.compressors.kernels import dispatch, reference
+from gradwire.compressors.optim.peers import run_requests
 
 LAYOUT = square_layout(4 << 20, side=256)
 
@@ -48,6 +58,34 @@ def test_encoding_is_measured_or_computed_and_costs_nothing_only_where_nothing_i
     computed, measured = codec_price(name, LAYOUT, 2, 2e10), measured_price(name, LAYOUT, 2, seconds=0.0)
     assert (computed.seconds(4 << 20) > 0) == (measured.seconds(4 << 20) > 0) == (name != "none")
     assert measured.ratio == computed.ratio
+
+
+class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that torch's operators read and write: their inputs and outputs, but for views."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and func is not torch.ops.aten.empty.memory_format:
+            tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+            self.nbytes += sum(each.numel() * each.element_size() for each in tensors)
+        return result
+
+
+@pytest.mark.parametrize("name", [name for name in CODEC_FACTS if name != "none"])
+def test_without_kernels_the_price_is_that_of_torchs_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dispatch.KERNELS_ON, "cpu", cast(dispatch.Kernels, reference))
+    layout, compressor, group = square_layout(1 << 19, side=256), final(name), EchoGroup(2)
+    for step in range(2):
+        gradient = torch.randn(layout.numel)
+        with Traffic() as traffic:  # type: ignore[no-untyped-call]
+            run_requests(compressor.all_reduce(gradient, layout, group.member), group)
+            compressor.end_step(True)
+        assert step < 1 or traffic.nbytes / layout.numel == pytest.approx(CODEC_FACTS[name].operators_nbytes, rel=0.05)
+    slow, fast = (codec_seconds(name, 1e9, kernels=kernels) for kernels in (False, True))
+    assert slow > 4 * fast
 
 
 @pytest.mark.parametrize("nbytes", [1, 4, 1 << 20, 4 * 1024 * 1024 + 4, 113_200_000])
