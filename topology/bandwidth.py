@@ -25,19 +25,21 @@ PCIE_PER_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 """GT/s -> 100 Mbit/s steps of one lane; GB/s = lanes * step / 80. Source: NCCL src/graph/topo.cc, kvDictPciGen."""
 
 CARD_MEMORY = (
-    ("A100.*40GB", 1555.0), ("A30", 933.0), ("A40", 696.0), ("RTX A6000", 768.0), ("RTX 3090", 936.0),
-    ("RTX 4090", 1008.0), ("RTX 6000 Ada", 960.0), ("L4", 300.0), ("H100 PCIe", 2039.0), ("H100 NVL", 3938.0),
-    ("H200", 4800.0), ("H20", 4000.0), ("GH200 144G.*", 4900.0), ("GH200", 4000.0),
-    ("RTX PRO 6000.*Server Edition", 1597.0), ("RTX PRO 5000", 1344.0), ("RTX PRO 4500", 896.0), ("RTX 5080", 960.0),
+    ("T4", 320.0), ("V100S?", 900.0), ("A100.*40GB", 1555.0), ("A[18]00", 2039.0), ("A30", 933.0), ("A40", 696.0),
+    ("A10G?", 600.0), ("RTX A6000", 768.0), ("RTX 3090", 936.0), ("Orin", 205.0), ("RTX 4090", 1008.0),
+    ("RTX 6000 Ada", 960.0), ("L40S?", 864.0), ("L4", 300.0), ("H100 PCIe", 2039.0), ("H100 NVL", 3938.0),
+    ("H[18]00", 3350.0), ("H200", 4800.0), ("H20", 4000.0), ("GH200 144G.*", 4900.0), ("GH200", 4000.0),
+    ("G?B[23]00", 8000.0), ("GB10", 273.0), ("RTX 5090", 1792.0), ("RTX PRO 6000.*Server Edition", 1597.0),
+    ("RTX PRO 6000", 1792.0), ("RTX PRO 5000", 1344.0), ("RTX PRO 4500", 896.0), ("RTX 5080", 960.0),
     ("MI2[15]0X?", 1638.0), ("MI30(0A|0X|8X)", 5300.0), ("MI325X", 6000.0), ("MI35[05]X", 8000.0), ("W7900", 864.0),
 )  # fmt: skip
-"""(pattern in a card's name, GB/s of its memory) of cards that share a generation with faster or slower ones; the first
-that fits counts. MI250X: the half of a card that the driver shows as a GPU. Source: data sheets of NVIDIA and AMD."""
+"""(pattern in a card's name, GB/s of its memory); the first that fits counts, before the generation. MI250X: the half
+of a card that the driver shows as a GPU. Source: data sheets of NVIDIA and AMD."""
 
-GPU_MEMORY = {75: 320.0, 80: 2040.0, 86: 600.0, 87: 205.0, 89: 864.0, 90: 3350.0, 100: 8000.0, 110: 273.0,
+GPU_MEMORY = {75: 320.0, 80: 2040.0, 86: 600.0, 89: 864.0, 90: 3350.0, 100: 8000.0, 110: 273.0,
               120: 1792.0, 121: 273.0}  # fmt: skip
-"""Compute capability -> GB/s of a card's memory where neither driver nor name tell it: T4, A100 80 GB, A10, AGX Orin,
-L40S, H100 SXM, B200, Thor, RTX 5090, GB10. One in between takes the entry below it. Source: NVIDIA's data sheets."""
+"""Compute capability -> GB/s of a card's memory where neither driver nor name tell it: T4, A100 80 GB, A10, L40S,
+H100 SXM, B200, Thor, RTX 5090, GB10. One in between takes the entry below it. Source: NVIDIA's data sheets."""
 
 AMD_MEMORY = {"gfx908": 1229.0, "910": 1638.0, "gfx90a": 1638.0, "gfx942": 5300.0, "gfx950": 8000.0, "gfx1100": 960.0,
               "gfx1151": 256.0, "gfx1201": 640.0}  # fmt: skip

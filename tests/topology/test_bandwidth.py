@@ -73,7 +73,10 @@ def test_unknown_generations_have_no_rate() -> None:
 
 MEMORIES = {
     "NVIDIA A100-SXM4-40GB": (80, 1555), "NVIDIA A100-PCIE-40GB": (80, 1555), "NVIDIA A100-SXM4-80GB": (80, 2039),
-    "NVIDIA A100 80GB PCIe": (80, 2039), "GA100 [A100 SXM4 40GB]": (80, 1555), "NVIDIA A30": (80, 933),
+    "NVIDIA A100 80GB PCIe": (80, 2039), "GA100 [A100 SXM4 40GB]": (80, 1555),
+    "NVIDIA Corporation GA100 [A100 SXM4 80GB]": (0, 2039), "GH100 [H100 SXM5 80GB]": (0, 3350),
+    "Tesla V100-SXM2-16GB": (70, 900), "GB202GL [RTX PRO 6000 Blackwell Server Edition]": (0, 1597),
+    "NVIDIA A30": (80, 933),
     "NVIDIA A10": (86, 600), "NVIDIA A10G": (86, 600), "NVIDIA A40": (86, 696), "NVIDIA RTX A6000": (86, 768),
     "NVIDIA GeForce RTX 3090": (86, 936), "Orin": (87, 205), "NVIDIA L4": (89, 300), "NVIDIA L40": (89, 864),
     "NVIDIA L40S": (89, 864), "NVIDIA GeForce RTX 4090": (89, 1008), "NVIDIA RTX 6000 Ada Generation": (89, 960),

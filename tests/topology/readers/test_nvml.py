@@ -1,4 +1,5 @@
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,7 @@ def test_memory_bandwidth_is_the_data_sheets_within_a_third(card: str) -> None:
         )
         [gpu, _] = nvml.read(fake).gpus
         assert (gpu.memory_bytes_per_second is None) == (told is None)
+        gpu = replace(gpu, name=None)  # the library's own is that of one card
     assert memory_bytes_per_second(gpu) / 1e9 == pytest.approx(wanted, rel=0.3)
 
 
