@@ -72,6 +72,9 @@ def test_the_recipe_asks_for_what_the_package_asks_for() -> None:
     recipe = parsed((ROOT / "packaging" / "conda" / "recipe.yaml.in").read_text())
     needs = {each.replace(" ", "") for each in recipe["requirements"]["run"]}
     assert needs == {*PROJECT["dependencies"], "python", "pytorch>=2.13"}
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    assert f'match(python, "<{oldest}")' in recipe["build"]["skip"], "conda-forge also builds for older ones"
+    assert recipe["about"]["homepage"] and recipe["extra"]["recipe-maintainers"], "conda-smithy asks for both"
     assert recipe["about"]["license"] == PROJECT["license"] and recipe["about"]["summary"] == PROJECT["description"]
 
 
