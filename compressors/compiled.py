@@ -1,9 +1,10 @@
 """Imports the compiled part, `gradwire._native` (csrc/cpu), for all modules that call it; errors name the remedy.
 
-The wheel `py3-none-any` has no compiled part, a checkout has one only after `pip install -e .`, and one that was built
-from other sources is refused.
+The wheel `py3-none-any` has no compiled part, and pip takes it on a free-threaded Python, which knows no stable ABI; a
+checkout has one only after `pip install -e .`, and one that was built from other sources is refused.
 """
 
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def _missing() -> str:
         return (
             f"the folder {_FOLDER}, which has no compiled part, hides the gradwire that is installed in {hidden}: "
             "start Python in another folder, or with PYTHONSAFEPATH=1"
+        )
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return (
+            "this Python is a free-threaded build, for which there is no wheel with gradwire's compiled part, which "
+            f"training needs: use the ordinary one, python{sysconfig.get_python_version()} without a `t` at the end"
         )
     return (
         "gradwire was installed without its compiled part, which training needs (the wheel py3-none-any is for "

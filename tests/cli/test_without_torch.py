@@ -96,6 +96,17 @@ def test_the_compiled_part_that_is_missing_is_named() -> None:
         assert "without its compiled part" in said and "`pip install .`" in said, done
 
 
+def test_a_free_threaded_python_is_named() -> None:
+    """Its own wheels would be named cp314t; of those that there are, pip takes the pure one."""
+    script = f'import sysconfig\nsysconfig.get_config_vars()["Py_GIL_DISABLED"] = 1\n{IMPORTED}'
+    words = [sys.executable, "-P", "-c", script, *CALLERS]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert tuple(line.split()[0] for line in done.stdout.splitlines()) == CALLERS, done
+    ordinary = f"python{sys.version_info.major}.{sys.version_info.minor} without a `t`"
+    for said in done.stdout.splitlines():
+        assert "free-threaded" in said and ordinary in said and "`pip install .`" not in said, done
+
+
 def test_a_checkout_that_hides_an_installed_wheel_is_named(tmp_path: Path) -> None:
     """`python -m gradwire` in a checkout imports ./gradwire, whatever is installed."""
     installed, checkout = tmp_path / "site", tmp_path / "checkout"
