@@ -254,6 +254,7 @@ def proved(ranks_of_scripts: ForkServer, folder: Path, child: str) -> tuple[dict
     (folder / "child.py").write_text(child)
     words = [str(machine.root), str(folder / "child.py") if child else ""]
     done = ranks_of_scripts.run(folder / "driver.py", words, 2, folder)
+    assert done.outputs[0], done
     report = json.loads(done.outputs[0])
     assert isinstance(report, dict)
     assert done.outputs[1] == "" and done.statuses == [report["exit"]] * 2
