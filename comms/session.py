@@ -65,6 +65,10 @@ GOES_ON_IN_ANOTHER = (
     "step call state.load_state_dict(other.state_dict()); if the compressor is another one, call other.flush() and "
     "take one more step before the model is wrapped again"
 )
+LOST_MOMENTUM = (
+    "`state` is of another number of ranks, or another mesh: its residuals are in the weights, and the momentum that "
+    "%s keeps for the optimizer builds up again from zero"
+)
 """Warnings about a state that starts afresh in a training that does not; `%s` is the name of the compressor."""
 
 log = logging.getLogger("gradwire")
@@ -724,7 +728,21 @@ class TrainingState(Generic[S]):
         own = unpack(saved, self._session.communicator.rank, self._session.communicator.size)
         if own is not None:
             self._session.load_state_dict(own)
+        else:
+            self._starts_afresh(found)
         self._pending = None
+
+    def _starts_afresh(self, found: "Checkpoint") -> None:
+        """Warns if nothing of a checkpoint of other ranks is loaded, and a momentum that it holds is lost.
+
+        Residuals are not: such a checkpoint was flushed.
+        """
+        from gradwire.comms.checkpoint import JOB  # here: an exact hook has nothing to restore
+
+        compression = None if self._session is None else self._session.compression
+        holds = any(len(entry) > 1 for key, entry in found.items() if key != JOB)
+        if holds and compression is not None and keeps_momentum(compression.compressor):
+            log.warning(LOST_MOMENTUM, self.config.compressor)
 
     def _connected(self, call: str) -> S:
         """Returns the session, or raises a RuntimeError that names the user's call if the ranks have not connected."""

@@ -318,6 +318,7 @@ class FsdpState(GradientState[AveragingSession]):
         """
         own = unpack(saved, *self._place())
         if own is None:
+            self._starts_afresh(found)
             self._drop_half_step()
             return
         # Refuse damaged entries. A flushed state of another mesh holds nothing that could be used.
@@ -331,7 +332,7 @@ class FsdpState(GradientState[AveragingSession]):
                     "belong to its shards: call state.flush() and train one more step before saving, or load it on the "
                     "mesh that saved it"
                 )
-            log.info("a flushed state of another mesh: the compressor starts without residuals")
+            self._starts_afresh(found)
             self._drop_half_step()
             return
         # Take the entries of the shards out; the others are the compressor's between replicas.

@@ -1,5 +1,6 @@
 """Every rank's state comes back from the checkpoints that people write: of all ranks, of rank 0, of a killed job."""
 
+import logging
 import os
 import pickle
 import runpy
@@ -37,7 +38,7 @@ from gradwire.comms.checkpoint import (
 )
 from gradwire.compressors.base import StateDict
 from support.models import Shuffled
-from support.processes import Processes
+from support.processes import Processes, Said
 
 NODES = ["a", "a", "b", "b"]
 STEPS = 6
@@ -194,9 +195,14 @@ def save_flushed(_: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def load_flushed(_: int, folder: str, partial: bool) -> tuple[str, bool, float]:
-    """What another number of ranks says to a state with residuals; whether it starts anew, and trains."""
+def load_flushed(_: int, folder: str, partial: bool) -> tuple[str, bool, float, int]:
+    """What another number of ranks says to a state with residuals; whether it starts anew, trains, and what it warns.
+
+    The number is of warnings that the momentum is lost.
+    """
     dist.init_process_group("gloo")
+    said = Said()
+    logging.getLogger("gradwire").addHandler(said)
     model, state = start("onebit")
     fresh, refused = state.state_dict(), ""
     planner = DefaultLoadPlanner(allow_partial_load=partial)
@@ -211,7 +217,7 @@ def load_flushed(_: int, folder: str, partial: bool) -> tuple[str, bool, float]:
     anew = same(state.state_dict(), fresh)
     total = train(model, 4, 6).double().sum().item()
     dist.destroy_process_group()
-    return refused, anew, total
+    return refused, anew, total, sum("the momentum that onebit keeps" in line for line in said.lines)
 
 
 @pytest.mark.parametrize(("before", "after"), [("aabb", "ab"), ("ab", "abb")])
@@ -223,7 +229,7 @@ def test_a_flushed_state_is_taken_at_another_world_size(
     for found in results:
         assert isinstance(found, tuple)
         assert f"of {len(before)} ranks, there are {len(after)}" in found[0] and "state.flush()" in found[0]
-        assert found[1:] == (True, results[0][2])
+        assert found[1:] == (True, results[0][2], 1)
 
 
 def bind_late(_: int) -> list[str]:
