@@ -729,7 +729,7 @@ class TrainingState(Generic[S]):
         if own is not None:
             self._session.load_state_dict(own)
         else:
-            self._starts_afresh(found)
+            self._starts_afresh(saved)
         self._pending = None
 
     def _starts_afresh(self, found: "Checkpoint") -> None:

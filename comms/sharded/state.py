@@ -318,7 +318,7 @@ class FsdpState(GradientState[AveragingSession]):
         """
         own = unpack(saved, *self._place())
         if own is None:
-            self._starts_afresh(found)
+            self._starts_afresh(saved)
             self._drop_half_step()
             return
         # Refuse damaged entries. A flushed state of another mesh holds nothing that could be used.
@@ -332,7 +332,7 @@ class FsdpState(GradientState[AveragingSession]):
                     "belong to its shards: call state.flush() and train one more step before saving, or load it on the "
                     "mesh that saved it"
                 )
-            self._starts_afresh(found)
+            self._starts_afresh(saved)
             self._drop_half_step()
             return
         # Take the entries of the shards out; the others are the compressor's between replicas.

@@ -1,10 +1,11 @@
 """Laws of a start: everybody reads what everybody has said, and a start that fails names who is missing."""
 
+import json
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
@@ -256,12 +257,13 @@ def test_a_rank_whose_info_cannot_be_read_is_taken_for_one_of_another_version() 
     store = HashStore()
 
     def run(rank: int) -> str:
-        if rank == 2:
-            follower = rendezvous._Follower(PollingStore(store, SECONDS), saying(2, 3), SECONDS, None, None)
-            publish = follower._store.set
-            follower._store.set = lambda key, value: publish(  # type: ignore[method-assign]
-                key, value.replace('"device"', '"hue": 3, "device"')
-            )
+        follower = rendezvous._Follower(PollingStore(store, SECONDS), saying(2, 3), SECONDS, None, None)
+
+        def publish(generation: str) -> None:
+            follower._generation, follower._packed = generation, True
+            store.set(f"{generation}/rank/2", json.dumps(asdict(saying(2, 3)) | {"hue": 3}))
+
+        follower._publish = publish  # type: ignore[method-assign]
         with pytest.raises(ValueError, match="install the same version on all nodes") as caught:
             follower.run() if rank == 2 else exchange(store, saying(rank, 3), SECONDS)
         return str(caught.value)

@@ -157,7 +157,7 @@ def test_what_an_mpi_cannot_count_is_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, call: str, version: tuple[int, int]
 ) -> None:
     """Open MPI 5 says MPI_ERR_ARG of more than 2**31 - 1 bytes; law: nothing is issued or changed then."""
-    group = MpiGroup(module_of(version), Issuing(), Issuing(), 0, 2, timedelta(seconds=60))  # type: ignore[arg-type]
+    group = MpiGroup(module_of(version), Issuing(), Issuing(), 0, 2, timedelta(seconds=60))
     tensor = torch.ones(NBYTES // 4)
     monkeypatch.setattr(mpi, "MOST_NBYTES", NBYTES * (2 if call == "all_gather" else 1))
     CALLS[call](group, tensor)
