@@ -23,7 +23,7 @@ MOST_LINES = {
     "comms": 25_073,
     "bench": 12_776,
     "gradwire": 1_479,
-    "bench/studies": 5_600,
+    "bench/studies": 5_609,
 }
 """Folder -> lines of code: no blank lines, comments and docstrings; `bench` without its studies, which are not in the
 wheel."""

@@ -163,7 +163,10 @@ def grow(versions: Sequence[HourStep], run: Callable[[HourStep], dict[str, objec
         run: Runs a step and returns its entry of the JSON.
     """
     unlike = list({version.words: version for version in versions}.values())
-    entry = run(unlike[0]) | {"share": unlike[0].share}
+    entry = run(unlike[0])
+    if entry["outcome"] == SKIPPED:
+        return entry  # it had no inputs
+    entry["share"] = unlike[0].share
     smaller: list[dict[str, object]] = []
     for last, step in itertools.pairwise(unlike):
         if entry["outcome"] != PASS:
@@ -214,6 +217,19 @@ def attempt(step: HourStep, gpus: int) -> dict[str, object]:
     failed = process.returncode != 0
     entry |= {"outcome": FAIL if failed else PASS, "seconds": round(time.monotonic() - began, 1)}
     return entry | {"output": output.splitlines()[-60:]} | ({"reason": reason} if failed else {})
+
+
+def in_words(entry: Mapping[str, object]) -> str:
+    """Returns the outcome of a step in words: `pass in 104.4 s, with 1/256 of the inputs; larger: left out: ...`.
+
+    Args:
+        entry: Its entry of the JSON.
+    """
+    share = float(str(entry.get("share", 1.0)))
+    words = f"{entry['outcome']}" + (f" in {entry['seconds']} s" if "seconds" in entry else "")
+    words += f", with {f'1/{1 / share:.0f}' if share else 'the least'} of the inputs" if share < 1 else ""
+    words += f": {entry['reason']}" if "reason" in entry else ""
+    return words + (f"; larger inputs: {entry['larger']}" if "larger" in entry else "")
 
 
 def decision(steps: Sequence[HourStep], entries: Sequence[Mapping[str, object]]) -> str:
@@ -269,7 +285,7 @@ def main(argv: list[str], steps: Sequence[HourStep] | None = None) -> int:
     for step, growing in zip(steps, versions, strict=True):
         print(f"{step.name}: {' '.join(step.words)}", flush=True)
         entries.append(grow(growing, partial(attempt, gpus=gpus)))
-        print(f"{step.name}: {entries[-1]['outcome']} {entries[-1].get('reason', '')}".rstrip(), flush=True)
+        print(f"{step.name}: {in_words(entries[-1])}", flush=True)
         record = {
             "kind": "hour",
             "steps": entries,

@@ -152,6 +152,23 @@ def test_a_step_without_a_size_runs_once() -> None:
     assert hour.grow(same, device)["share"] == 1.0 and device.ran == [1.0]
 
 
+def test_a_step_that_was_not_run_had_no_inputs() -> None:
+    entry = hour.grow(versions(), Device(0.0, 0.0, share_0={"outcome": "skipped", "reason": "not on PATH"}))
+    assert "share" not in entry and hour.in_words(entry) == "skipped in 0.0 s: not on PATH"
+
+
+@pytest.mark.parametrize(("entry", "words"), [
+    ({"outcome": "pass", "seconds": 320.2, "share": 1.0}, "pass in 320.2 s"),
+    ({"outcome": "skipped", "reason": "needs 2 GPUs"}, "skipped: needs 2 GPUs"),
+    ({"outcome": "fail", "seconds": 3.0, "share": 1 / 16, "reason": "exit status 1"},
+     "fail in 3.0 s, with 1/16 of the inputs: exit status 1"),
+    ({"outcome": "pass", "seconds": 104.4, "share": 0.0, "larger": "left out: 418 s foreseen"},
+     "pass in 104.4 s, with the least of the inputs; larger inputs: left out: 418 s foreseen"),
+])  # fmt: skip
+def test_each_step_is_told_in_a_line(entry: dict[str, object], words: str) -> None:
+    assert hour.in_words(entry) == words
+
+
 @pytest.mark.parametrize(("rate", "shares"), [(5e9, hour.SHARES), (120e9, (1.0,))])
 def test_a_device_slower_than_any_gpu_is_noticed_before_the_first_step(
     rate: float, shares: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

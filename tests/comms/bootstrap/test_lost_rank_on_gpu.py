@@ -17,7 +17,8 @@ import pytest
 import torch
 
 JOB = Path(__file__).resolve().parents[2] / "gpu_standin" / "jobs" / "endings.py"
-BUCKETS, ROUNDS = 40, 10
+BUCKETS, ROUNDS = 40, 4
+"""In each round every one of those streams hangs, so that a few tell; one takes 20 to 50 s."""
 KILLED = -9
 
 
