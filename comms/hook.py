@@ -217,6 +217,8 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
             self._backward.begin(self._buckets, self._sparse, autograd_calls=self._has_inputs)
         ends = bucket.is_last() and self._backward.last_bucket_arrived()
         future = self._unless_failed(lambda: self._add(bucket, begins=begins))
+        if begins and self._has_inputs:
+            self._backward.follow(self._ddp() or self.names.model())
         if ends:
             self._finish_step()
         return Bucket.of(bucket.buffer()).give_up() if future is None else future
@@ -384,17 +386,15 @@ class HookState(OptionalMembers, GradientState[GradientSession]):
         """
         if not self._backward.backward_ended(inside=is_at_node()):
             return
-        # DDP has queued its own callback by now, so a callback that is queued here runs after DDP's.
         after_ddp = self._session is not None and self._session.listeners.ends_after_ddp
-        if not (after_ddp and queue_end_of_backward(partial(self._finish_step, after_ddp=True))):
+        if not (after_ddp and self._backward.call_behind_ddp(partial(self._finish_step, after_ddp=True))):
             self._finish_step()
 
     def _finish_step(self, *, after_ddp: bool = False) -> None:
         """Ends a step unless it has failed, and raises the error of a failed one, in backward behind DDP's callback.
 
         Args:
-            after_ddp: Whether autograd calls this behind DDP's own callback, which copies averages into the gradients,
-                but leaves those of parameters that no rank has used as they were.
+            after_ddp: Whether DDP has copied the averages into the gradients, but of parameters that no rank has used.
         """
         if after_ddp:
             self._unless_failed(self._connected("backward()").listeners.ddp_ended)

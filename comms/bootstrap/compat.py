@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import lru_cache, wraps
 from typing import Any, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -304,7 +305,7 @@ def ddp_models() -> list[DistributedDataParallel]:
 
 
 def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[], None]:
-    """Replaces a method of one of torch's C++ classes by `call(method, self, ...)`, for calls from Python.
+    """Replaces a method of one of torch's classes by `call(method, self, ...)`, for calls from Python.
 
     Args:
         kind: Class whose method is replaced.
@@ -501,6 +502,37 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+_behind_finalization: "WeakKeyDictionary[torch.nn.Module, Callable[[], None]]" = WeakKeyDictionary()
+"""DDP model -> what is called once its script has called `finalize_backward()`."""
+
+
+def call_behind_finalization(model: torch.nn.Module, callback: Callable[[], None]) -> bool:
+    """Calls `callback()` after the next `finalize_backward()` of a DDP model, if its script is to call that.
+
+    Torch 2.15 lets it; only that call copies the averages into the gradients then. It is seen once
+    `follow_finalizations` was called.
+
+    Returns:
+        False if torch finalizes the backward passes of the model, as always before 2.15.
+    """
+    if not getattr(model, "require_manual_backward_finalization", False):
+        return False
+    _behind_finalization[model] = callback
+    return True
+
+
+@lru_cache(maxsize=1)
+def follow_finalizations() -> None:
+    """Wraps DDP's `finalize_backward`, if torch has it, for `call_behind_finalization`."""
+
+    def finalize(method: Callable[..., None], model: torch.nn.Module) -> None:
+        method(model)
+        _behind_finalization.pop(model, lambda: None)()
+
+    if hasattr(DistributedDataParallel, "finalize_backward"):
+        wrap_method(DistributedDataParallel, "finalize_backward", finalize)
 
 
 def is_at_node() -> bool:

@@ -10,17 +10,22 @@ left a comm hook, or a callback of autograd in front of DDP's, would end the pas
 `finalize_backward` resets `require_finalize_`, which it does before it waits for the futures of the hook. Without that
 every later forward pass raises "Expected to have finished reduction", or an INTERNAL ASSERT after the last bucket.
 
+Since torch 2.15 a script may call DDP's `finalize_backward()` itself. Then what has to happen behind DDP's callback
+happens behind that call.
+
 Source: torch/csrc/distributed/c10d/reducer.cpp, `mark_variable_ready`, `finalize_backward` and
 `ensure_prior_reduction_finished` (torch 2.13 to 2.15).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from itertools import chain
 
-from gradwire.comms.bootstrap.compat import queue_end_of_backward
+from torch import nn
+
+from gradwire.comms.bootstrap.compat import call_behind_finalization, follow_finalizations, queue_end_of_backward
 from gradwire.comms.run.all_reduces import Bucket
 
 TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 23, 100, 3
@@ -63,12 +68,17 @@ class BackwardTracker:
     """
 
     def __init__(self) -> None:
+        follow_finalizations()
         self.state = StepState.BETWEEN_STEPS
         self.marks_last_bucket = False
         self.follows_error = False
         self.kept: tuple[type[Exception], ...] = (Exception,)
         self._arrived: tuple[Sequence[Bucket], ...] = ()
         self._error: Exception | None = None
+        self._waits = False
+        """Whether the script has yet to call `finalize_backward()` in this step."""
+        self._behind: Callable[[], None] | None = None
+        """Called when it has."""
         self._final = False
         """Whether every later step raises `_error` again, because something of the failed step was sent."""
 
@@ -86,12 +96,38 @@ class BackwardTracker:
             autograd_calls: Whether autograd will call back at the end of backward.
         """
         self.state = StepState.IN_BACKWARD if autograd_calls else StepState.NO_AUTOGRAD_CALLBACK
-        self._arrived = arrived
+        self._arrived, self._waits, self._behind = arrived, False, None
         if self._error is not None:
             # Else it would keep the frames of every step that raises it again.
             self._error.__traceback__ = None
             if not self._final:
                 self._error, self.follows_error = None, True
+
+    def follow(self, model: nn.Module | None) -> None:
+        """Follows the script's call of `finalize_backward()` in the step that has begun, if it is to make one.
+
+        Args:
+            model: The DDP model; None if it is not known.
+        """
+        self._waits = model is not None and call_behind_finalization(model, self._finalized)
+
+    def _finalized(self) -> None:
+        self._waits, callback, self._behind = False, self._behind, None
+        if callback is not None:
+            callback()
+
+    def call_behind_ddp(self, callback: Callable[[], None]) -> bool:
+        """Calls `callback()` once DDP has copied the averages into the gradients; for when the backward pass has ended.
+
+        DDP has queued its own callback by now, so a callback of autograd that is queued here runs after DDP's.
+
+        Returns:
+            False if no backward pass is running: then it is not called.
+        """
+        if not self._waits:
+            return queue_end_of_backward(callback)
+        self._behind = callback
+        return True
 
     @property
     def has_failed(self) -> bool:
@@ -115,14 +151,17 @@ class BackwardTracker:
     def raise_error(self) -> None:
         """Raises the error of the step that ends, if the step has failed; inside of backward after DDP's own callback.
 
-        Inside of backward it queues a callback of autograd, and returns. DDP queues its own one only when the hook has
-        returned for the last bucket, which may be later; so the callback queues a second one, and that one raises.
+        If the script has yet to call `finalize_backward()`, that raises it. Else a callback of autograd does. DDP queues
+        its own one only when the hook has returned for the last bucket, which may be later; so the callback queues a
+        second one, and that one raises.
 
         Raises:
-            Exception: The error, if no backward pass is running.
+            Exception: The error, if no backward pass is running, and none is to be finalized.
         """
         self._arrived = ()
-        if self._error is not None:
+        if self._error is not None and self._waits:
+            self._behind = partial(self._raise_behind, 0, self._error)
+        elif self._error is not None:
             self._raise_behind(2, self._error)
 
     def _raise_behind(self, callbacks: int, error: Exception) -> None:

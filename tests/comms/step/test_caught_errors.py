@@ -1,6 +1,7 @@
 """Law: a script that catches an error of `backward()` goes on, or gets the same error again; never one of DDP's own."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static": {"static_graph": True},
     "views": {"gradient_as_bucket_view": True},
 }
+BY_HAND = hasattr(DistributedDataParallel, "finalize_backward")
+"""Whether a script may end backward itself, from torch 2.15 on."""
 DDPS_OWN = ("INTERNAL ASSERT", "Expected to have finished reduction")
 """What DDP says of a pass that it could not end."""
 
@@ -31,10 +34,13 @@ class PlantedError(LookupError):
 class Training:
     """A model of several buckets, which a script trains that catches errors."""
 
-    def __init__(self, compressor: str, ddp: dict[str, Any]) -> None:
+    def __init__(self, compressor: str, ddp: dict[str, Any], *, by_hand: bool = False) -> None:
         torch.manual_seed(0)
         layers = (nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
-        self.model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.001, **ddp)
+        model: Any = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.001, **ddp)
+        self.model, self.by_hand = model, by_hand
+        if by_hand:
+            model.require_manual_backward_finalization = True
         self.state = gradwire.HookState(self.model, compressor=compressor, plan="flat")
         self.model.register_comm_hook(self.state, gradwire.comm_hook)
         self.inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -45,6 +51,8 @@ class Training:
             self.model.zero_grad()
         try:
             self.model(self.inputs).square().mean().backward()
+            if self.by_hand:
+                self.model.finalize_backward()
         except Exception as error:  # noqa: BLE001 - as such a script does
             return f"{type(error).__name__}: {error}"
         return "ok"
@@ -93,15 +101,15 @@ def every_failure(_: int, compressor: str) -> list[tuple[str, bool, list[str], T
     """What is raised in a step that fails, in the two that follow, and the gradients of a step before and behind it."""
     dist.init_process_group("gloo")
     found = []
-    for options, ddp in OPTIONS.items():
+    for (options, ddp), by_hand in product(OPTIONS.items(), (False, True) if BY_HAND else (False,)):
         for name, (recovers, fail) in FAILURES.items():
             if options != "as it is" and name not in ("as a step begins", "before the second bucket is sent"):
                 continue
-            training = Training(compressor, ddp)
+            training = Training(compressor, ddp, by_hand=by_hand)
             assert [training.step() for _ in range(2)] == ["ok", "ok"]
             before = training.gradients()
             said = [fail(training), training.step(), training.step()]
-            found.append((f"{options}, {name}", recovers, said, before, training.gradients()))
+            found.append((f"{options}, {name}, by hand: {by_hand}", recovers, said, before, training.gradients()))
             training.state.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -127,8 +135,8 @@ def refused_gradients(_: int) -> list[list[str]]:
     """A second pass on top of an average, which a momentum refuses; again, until the script clears the gradients."""
     dist.init_process_group("gloo")
     found = []
-    for ddp in (OPTIONS["as it is"], OPTIONS["views"], OPTIONS["unused"]):
-        training = Training("onebit", ddp)
+    for options, by_hand in product(("as it is", "views", "unused"), (False, True) if BY_HAND else (False,)):
+        training = Training("onebit", OPTIONS[options], by_hand=by_hand)
         found.append([training.step(), *(training.step(clears=clears) for clears in (False, False, True, True))])
         training.state.close()
     dist.barrier()
