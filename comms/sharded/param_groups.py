@@ -47,6 +47,7 @@ RELIED_ON = {
         "FSDPState.finalize_backward",
         "FSDPState.wait_for_gradient_reduction",
         "FSDPState._end_backward_iteration",
+        "FSDPState._reset_iter_state",
     ),
     f"{_FSDP}/_fsdp_param.py": (
         "FSDPParam.__init__",
@@ -417,7 +418,9 @@ def sharded_roots(model: nn.Module) -> int:
     return sum(sharded_roots(child) for child in model.children())
 
 
-def at_end_of_sharded_backward(model: nn.Module, callback: Callable[[], None]) -> None:
+def at_end_of_sharded_backward(
+    model: nn.Module, callback: Callable[[], None], reset: Callable[[], None] = lambda: None
+) -> None:
     """Calls `callback()` each time that FSDP2 has finished a backward pass, also one of a pipeline schedule.
 
     A backward pass finishes at the module whose output it reaches first: mostly the outermost one, also if it has no
@@ -427,6 +430,7 @@ def at_end_of_sharded_backward(model: nn.Module, callback: Callable[[], None]) -
     Args:
         model: The outermost module of FSDP2, or one inside it.
         callback: Called after torch's own end of the backward pass.
+        reset: Called after `reset_iter_state()`, by which a script drops an iteration that has failed.
     """
     around = [each for each in _all_sharded_modules() if any(inner is model for inner in each.modules())]
     states = [module._get_fsdp_state() for module in (*_sharded_modules(model), *around)]
@@ -434,6 +438,7 @@ def at_end_of_sharded_backward(model: nn.Module, callback: Callable[[], None]) -
         _call_behind(state, "_root_post_backward_final_callback", False, callback)
         if hasattr(state, "wait_for_gradient_reduction"):
             _call_behind(state, "wait_for_gradient_reduction", True, callback)
+        _call_behind(state, "_reset_iter_state", None, reset)
 
 
 def at_first_sharded_backward(callback: Callable[[nn.Module], None]) -> None:
@@ -485,20 +490,20 @@ def is_replicated(model: nn.Module) -> bool:
     )
 
 
-def _call_behind(state: Any, name: str, by_hand: bool, callback: Callable[[], None]) -> None:
-    """Wraps a method of a module's FSDPState: calls `callback()` after it, in one of the two modes of finalization.
+def _call_behind(state: Any, name: str, by_hand: bool | None, callback: Callable[[], None]) -> None:
+    """Wraps a method of a module's FSDPState: calls `callback()` after it, in one or both modes of finalization.
 
     Args:
         state: The FSDPState, changed in place.
         name: Name of the method.
         by_hand: True calls `callback` only if the user finalizes the backward pass by hand, False only if torch
-            finalizes it. The mode is that at the time the method is called.
+            finalizes it, None in any case. The mode is that at the time the method is called.
         callback: Called without arguments; not after a method that has raised.
     """
     method = getattr(state, name)
 
     def call(*arguments: object) -> None:
-        wanted = _finalized_by_hand(state) is by_hand  # before the method: it ends the step that the mode is of
+        wanted = by_hand in (None, _finalized_by_hand(state))  # before the method: it ends the step that the mode is of
         method(*arguments)
         if wanted:
             callback()

@@ -176,7 +176,7 @@ class FsdpState(GradientState[AveragingSession]):
                 param_group.set_hook(lambda flat, param_group=param_group: self._reduce(param_group, flat))  # type: ignore[misc]
                 if param_group.replica_group is not None:
                     self._put_back.append(param_group.leave_out_all_reduce())
-            at_end_of_sharded_backward(model, self._end_backward)
+            at_end_of_sharded_backward(model, self._end_backward, self._drop_iteration)
 
     def _connect(self, group: dist.ProcessGroup, device: torch.device, reporter: StoreFailureReporter) -> None:
         """Connects the replicas, and makes the compressor between them; all replicas call it at the same point."""
@@ -383,6 +383,16 @@ class FsdpState(GradientState[AveragingSession]):
             )
             self._partial.clear()
 
+    def _drop_iteration(self) -> None:
+        """Drops what belongs to an iteration that the script has reset: sums, and what the compressor has kept of it.
+
+        A step that has begun ends with the next flat shard, when all ranks are there, as one that is not finite.
+        """
+        self._partial.clear()
+        if self._in_step:
+            self._finite = False
+            self._reduced.update(map(id, self._param_groups))
+
     def _reduce(self, param_group: ShardedParamGroup, flat: Tensor) -> None:
         """Averages one parameter group's flat shard over the replicas; torch calls it after the reduce-scatter.
 
@@ -574,7 +584,7 @@ class FsdpState(GradientState[AveragingSession]):
             One 0-dim float32: 0 if the step is finite on all ranks that share parameters, else inf.
         """
         extremes = communicator.executor.extremes()
-        finite = torch.ones((), dtype=torch.bool, device=communicator.device)
+        finite = torch.full((), self._finite, dtype=torch.bool, device=communicator.device)
         for each in extremes:
             finite &= each.isfinite()
         verdict = finite.int()
