@@ -48,6 +48,15 @@ NOT_SHARDED = (
     "no such hooks; for DistributedDataParallel use gradwire.attach(model)"
 )
 
+UNFIT = {
+    FUSION: "; FSDP2 decides what is sent together, by its groups: leave it out",
+    SUMMING: ", which is for the hook of a DDP model; gradients of FSDP2 are averaged: leave it out (FSDP2 has "
+    "reduce_dtype and set_gradient_divide_factor)",
+    ELASTIC: ", and a model of FSDP2 cannot go on without a rank: its groups stay as they were made, and shards are "
+    "lost with a rank. Leave it out, and resume from a checkpoint",
+}
+"""Options that sharded models do not support -> the rest of the error message, behind the option's value."""
+
 
 def apply(
     model: nn.Module,
@@ -109,9 +118,9 @@ def apply(
         raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
     param_groups = sharded_param_groups(model)
     error = (
-        _error_of_choices(shards, weights, param_groups)
+        _error_of_complex(model, {"shards": shards, "weights": weights, "compressor": config.compressor})
+        or _error_of_choices(shards, weights, param_groups)
         or _error_of(model, param_groups, replicas, config)
-        or _error_of_complex(model, {"shards": shards, "weights": weights, "compressor": config.compressor})
     )
     names: ShardNames | None = None
     if error is None:
@@ -341,6 +350,14 @@ def _error_of_choices(shards: str, weights: str, param_groups: Sequence[ShardedP
             f"`weights` is {weights!r}, and `model` has weights that bring an all-gather of their own (float8, say): "
             "leave one of the two out"
         )
+    for param_group in param_groups if weights != "exact" else ():
+        dtypes = sorted({str(one.compute_dtype) for one in param_group.parameters})
+        if param_group.shard_group is not None and len(dtypes) > 1:
+            return (
+                f"`weights` is {weights!r}, and a {type(param_group.module).__name__} of `model` has parameters of "
+                f"several dtypes ({', '.join(dtypes)}), which torch gathers as bytes: leave `weights` out, or call "
+                "fully_shard on the modules with each dtype on their own"
+            )
     return None
 
 
@@ -397,16 +414,12 @@ def _error_of(
                 "the same mesh for all of them"
             )
     elif replicas is None:
-        if config.compressor not in (None, "none"):
-            return (
-                f"`compressor` is {config.compressor!r}, which is for gradients between replicas, and `replicas` is "
-                "not given: " + _how_to_replicate(param_groups)
-            )
-        if config.trace is not None:
-            return (
-                f"`trace` is {config.trace!r}, which is for tensors sent between replicas, and `replicas` is "
-                "not given: " + _how_to_replicate(param_groups)
-            )
+        for name, value in (("compressor", config.compressor), ("trace", config.trace)):
+            if value not in (None, "none"):
+                return (
+                    f"`{name}` is {value!r}, which is for what is sent between replicas, and `replicas` is not given: "
+                    + _how_to_replicate(param_groups)
+                )
     elif (found := _error_of_replicas(param_groups, replicas)) is not None:
         return found
     if any(param_group.offloads for param_group in param_groups) and (
@@ -426,20 +439,9 @@ def unfit_option(config: Config) -> str | None:
             f"`nic_bytes_per_second` is {MEASURE!r}, which only the hook of a DDP model does; wanted a number, "
             f"{ASSUME!r} or None"
         )
-    for name in config.asked_for(FUSION):
-        return (
-            f"`{name}` is {getattr(config, name)!r}; FSDP2 decides what is sent together, by its groups: leave it out"
-        )
-    for name in config.asked_for(SUMMING):
-        return (
-            f"`{name}` is {getattr(config, name)!r}, which is for the hook of a DDP model; gradients of FSDP2 are "
-            "averaged: leave it out (FSDP2 has reduce_dtype and set_gradient_divide_factor)"
-        )
-    for name in config.asked_for(ELASTIC):
-        return (
-            f"`{name}` is {getattr(config, name)!r}, and a model of FSDP2 cannot go on without a rank: its groups stay "
-            "as they were made, and shards are lost with a rank. Leave it out, and resume from a checkpoint"
-        )
+    for options, why in UNFIT.items():
+        for name in config.asked_for(options):
+            return f"`{name}` is {getattr(config, name)!r}{why}"
     return None
 
 

@@ -142,6 +142,12 @@ class ShardedParameter:
         return self.sharded.dtype
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which it is gathered and used, if no tensor subclass brings an all-gather of its own."""
+        own = self.sharded.dtype
+        return cast(torch.dtype, self.param.mp_policy.param_dtype or own) if own.is_floating_point else own
+
+    @property
     def trained(self) -> bool:
         """True if the parameter requires a gradient."""
         return bool(self.param.sharded_param.requires_grad)

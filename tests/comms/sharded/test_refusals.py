@@ -1,6 +1,8 @@
 """What cannot work is refused in the same words on every rank, and nobody waits for the others."""
 
+import inspect
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import gradwire
 import gradwire.fsdp
@@ -22,6 +24,16 @@ def with_complex(mesh: DeviceMesh) -> Tiny:
     model = Tiny()
     model.spare.bias = nn.Parameter(model.spare.bias.detach().to(torch.complex64))
     return sharded(mesh["shard"], model)
+
+
+def with_several_dtypes(mesh: DeviceMesh) -> Iterator[Tiny]:
+    """Models with a parameter group that torch gathers as bytes: of a frozen layer, and by a policy (torch 2.15)."""
+    frozen = Tiny()
+    frozen.spare.requires_grad_(False).bfloat16()
+    yield sharded(mesh["shard"], frozen)
+    if "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters:
+        keep: Any = {"param_dtype_override_fn": lambda parameter: parameter.dtype if parameter.ndim == 1 else None}
+        yield sharded(mesh["shard"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, **keep))
 
 
 def refusals(rank: int) -> list[str]:
@@ -59,6 +71,8 @@ def refusals(rank: int) -> list[str]:
         for few in ({"shards": "int8"}, {"weights": "bf16"}, {"replicas": replicas, "compressor": "int8"}):
             refused(f"`{[*few][-1]}` is .* complex parameters .spare.bias.", with_complex(mesh), **few)
         gradwire.fsdp.apply(with_complex(mesh), replicas=replicas)
+        for mixed in with_several_dtypes(mesh):
+            refused("`weights` is 'int8'.*torch.bfloat16, torch.float32.*gathers as bytes", mixed, weights="int8")
         model, _ = applied(mesh)
         refused("hook or collectives of its own already", model, replicas=replicas)
         for inside in (sharded(mesh["shard"]), blocks):  # a DDP hook would never be called
