@@ -8,6 +8,7 @@ Python bindings release the GIL. So every method that the trampoline knows exist
 binding.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +28,19 @@ from gradwire.comms.bootstrap.compat import BackendWork, outside_graphs
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.transport.works import WAIT_MARGIN, Waiting
 
+log = logging.getLogger("gradwire")
+
 MESSAGES = ("send", "recv", "recv_anysource")
 """Point-to-point methods, whose waits are not cut into slices: gloo closes all connections of the group after a wait
 that times out. Such a wait ends when its connection does, and a rank that learns of a failure shuts its connections
 down."""
+
+KEEPS_TIMEOUT = (
+    "changes the timeout of what gloo or NCCL runs; what gradwire runs itself keeps the one that the group was made "
+    "with: give `timeout=` to init_process_group or new_group"
+)
+
+RUNS_NO_HOOKS = "registers a hook that is never called: gradwire's groups run no hooks of torch's"
 
 
 def _collective(name: str) -> Callable[..., dist.Work]:
@@ -133,6 +143,21 @@ def _delegate(
     return WatchedWork(work, wait)
 
 
+def _warned(name: str, what: str) -> Callable[..., None]:
+    """Returns a method that calls torch's own of the same name, after a warning of what that does not reach here.
+
+    Args:
+        name: Name of the method.
+        what: End of the warning's sentence, which begins with the name.
+    """
+
+    def call(group: "DelegatingGroup", *arguments: object) -> None:
+        log.warning("`%s` of a process group of gradwire's %s", name, what)
+        getattr(dist.ProcessGroup, name)(group, *arguments)
+
+    return call
+
+
 class DelegatingGroup(dist.ProcessGroup):
     """Delegates every collective, under all its names in torch 2.13 to 2.15, to one of torch's groups.
 
@@ -229,3 +254,7 @@ class DelegatingGroup(dist.ProcessGroup):
     send = _point_to_point("send")
     recv = _point_to_point("recv")
     recvAnysource = recv_anysource = _point_to_point("recv_anysource")
+    # Since torch 2.15 `dist.set_timeout`, and hooks that C++ runs around its own collectives.
+    set_timeout = _warned("set_timeout", KEEPS_TIMEOUT)
+    register_pre_hook = _warned("register_pre_hook", RUNS_NO_HOOKS)
+    register_post_hook = _warned("register_post_hook", RUNS_NO_HOOKS)

@@ -4,6 +4,7 @@ Ranks are processes; nodes are logical (GRADWIRE_HOSTNAME).
 """
 
 import inspect
+import logging
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.backend.delegating_group import DelegatingGroup
-from support.processes import Processes
+from support.processes import Processes, Said
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"]}
 SHAPE = (4, 6)
@@ -167,3 +168,27 @@ def check_others(rank: int, layout: str) -> None:
 @every_cluster
 def test_every_collective_moves_strided_tensors_by_value(processes: Processes, nodes: list[str], layout: str) -> None:
     processes(4, check_others, layout, nodes=nodes)
+
+
+def warned_of(rank: int) -> list[str]:
+    """What is said of calls of torch's that do not reach what gradwire runs."""
+    said = Said()
+    logging.getLogger("gradwire").addHandler(said)
+    start(rank)
+    group = dist.group.WORLD
+    assert isinstance(group, DelegatingGroup)
+    group.set_timeout(timedelta(seconds=50))
+    for name in ("register_pre_hook", "register_post_hook"):  # since torch 2.15
+        if hasattr(dist.ProcessGroup, name):
+            getattr(group, name)(1, lambda given: None)
+    dist.all_reduce(torch.ones(3))
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=50)
+    dist.destroy_process_group()
+    return said.lines
+
+
+def test_what_does_not_reach_gradwires_own_collectives_is_said(processes: Processes) -> None:
+    for first, *hooks in processes(2, warned_of, nodes="ab"):
+        assert "`set_timeout`" in first and "give `timeout=` to init_process_group" in first, first
+        assert len(hooks) == 2 * hasattr(dist.ProcessGroup, "register_pre_hook")
+        assert all("is never called" in each for each in hooks), hooks
