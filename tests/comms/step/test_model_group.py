@@ -115,6 +115,10 @@ def test_an_optimizer_in_backward_is_refused_at_once(wrapped: bool) -> None:
         gradwire.attach(model)
 
 
+@pytest.mark.skipif(
+    torch.accelerator.current_accelerator() is not None and not torch.accelerator.is_available(),
+    reason="DDP makes a stream for `mixed_precision`, and torch's CUDA build makes none without a GPU",
+)
 @pytest.mark.usefixtures("alone")
 def test_mixed_precision_of_ddp_is_refused_at_once() -> None:
     """Its own hook is there already, and torch says of gradwire's that one can be registered only once."""
