@@ -151,9 +151,9 @@ class BackwardTracker:
     def raise_error(self) -> None:
         """Raises the error of the step that ends, if the step has failed; inside of backward after DDP's own callback.
 
-        If the script has yet to call `finalize_backward()`, that raises it. Else a callback of autograd does. DDP queues
-        its own one only when the hook has returned for the last bucket, which may be later; so the callback queues a
-        second one, and that one raises.
+        If the script has yet to call `finalize_backward()`, that raises it. Else a callback of autograd does. DDP
+        queues its own one only when the hook has returned for the last bucket, which may be later; so the callback
+        queues a second one, and that one raises.
 
         Raises:
             Exception: The error, if no backward pass is running, and none is to be finalized.
