@@ -19,7 +19,8 @@ keeps the error that they raise. A failure is one `PeerFailure`, whatever detect
 A job on CPUs mostly learns of an exit by a collective of its own, which raises: `failed`. How the exit of a rank shows:
 
 - In shared memory the rank's record lock is gone. Ranks that wait for it look every 100 ms (csrc/cpu/shm/wait.cpp), and
-  wake the others of the node. Their collectives raise a `PeerError` that names the rank.
+  wake the others of the node. Their collectives raise a `PeerError` that names the rank. If the rank has closed the
+  group, they first wait up to 5 s for the end of its process, because launchers show the error of who ends first.
 - Over gloo, and over the `Streams` of transport/parallel_tcp.py, the kernel closes the rank's sockets. Collectives of
   the ranks at the other ends raise at once: a plain RuntimeError, which names no rank.
 - Other waits for gloo and `Streams`, and all for MPI, see nothing. They ask `abort_reason` of the reporter about once

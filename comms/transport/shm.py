@@ -3,9 +3,10 @@
 The collectives themselves are in csrc/cpu/shm; here arguments are checked and errors raised.
 
 Each rank holds a record lock on the segment, which the kernel drops when the process exits, however it exits. A rank
-that waits looks for the locks of those that have not come every 100 ms (csrc/cpu/shm/wait.cpp). If one is gone, or the
-time-out is over, it writes the reason and the missing ranks into the segment and wakes all others; the call raises a
-`PeerError` with `missing` on each of them. `abort` does the same without missing ranks.
+that waits looks for the locks of those that have not come every 100 ms (csrc/cpu/shm/wait.cpp). If one is gone (and the
+process, of a rank that has closed the group, or 5 s have passed), or the time-out is over, it writes the reason and the
+missing ranks into the segment and wakes all others; the call raises a `PeerError` with `missing` on each of them.
+`abort` does the same without missing ranks.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,11 @@
 #include "cpu/shm/segment.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -12,6 +14,10 @@
 #include <random>
 #include <system_error>
 #include <utility>
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434  // on every architecture; headers before Linux 5.3 have no name for it
+#endif
 
 namespace gradwire::shm {
 namespace {
@@ -119,6 +125,25 @@ bool Segment::is_alive(std::uint32_t rank) const {
   struct flock lock = record(F_WRLCK, rank);
   if (fcntl(descriptor_->number(), F_GETLK, &lock) != 0) return true;  // cannot tell: the time-out will
   return lock.l_type != F_UNLCK;
+}
+
+void Segment::note_processes() {
+  processes_.assign(size_, 0);
+  for (std::uint32_t rank = 0; rank < size_; ++rank) {
+    struct flock lock = record(F_WRLCK, rank);
+    if (fcntl(descriptor_->number(), F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK) processes_[rank] = lock.l_pid;
+  }
+}
+
+bool Segment::is_leaving(std::uint32_t rank) const {
+  if (rank >= processes_.size() || processes_[rank] <= 0 || box(rank).closed.load() == 0) return false;
+  // Readable once the process has ended, also if its parent has not asked for its status yet.
+  const int process = static_cast<int>(syscall(SYS_pidfd_open, processes_[rank], 0));
+  if (process < 0) return false;
+  pollfd ended{process, POLLIN, 0};
+  const bool lives = poll(&ended, 1, 0) == 0;
+  close(process);
+  return lives;
 }
 
 bool Segment::is_inherited() const { return box(rank_).process_token != process_token(); }

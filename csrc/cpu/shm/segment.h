@@ -1,6 +1,8 @@
 // One process's view of a segment: the mapping, and the record lock that says "this rank is alive".
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -54,6 +56,12 @@ class Segment {
   /// Whether the process of `rank` still lives and has not closed the group.
   bool is_alive(std::uint32_t rank) const;
 
+  /// Notes the process of each rank, as this one calls it; once all ranks have mapped the file, before the first wait.
+  void note_processes();
+
+  /// Whether `rank` has closed the group in a process that has not ended yet; false also where its process is not known.
+  bool is_leaving(std::uint32_t rank) const;
+
   /// Whether this process is a fork of the one that made the object.
   bool is_inherited() const;
 
@@ -64,6 +72,7 @@ class Segment {
   std::uint64_t nbytes_;
   std::shared_ptr<Descriptor> descriptor_;
   std::byte* base_;
+  std::vector<pid_t> processes_;  // of each rank; 0: not known, of another pid namespace, or this one
 };
 
 }  // namespace gradwire::shm

@@ -1,6 +1,7 @@
 // The barrier of the ranks of a segment, and how they notice that one of them will not arrive.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -42,6 +43,7 @@ class Meeting {
   bool has_arrived(std::uint32_t peer) const;
   bool sleep_until(std::uint32_t peer, const char* what, Failure& failure);
   bool check_peers(double waited_seconds, const char* what, Failure& failure);
+  bool is_still_leaving(std::uint32_t peer);
   bool give_up(const std::string& reason, std::vector<std::uint32_t> missing, Failure& failure) const;
 
   std::shared_ptr<Segment> segment_;
@@ -50,6 +52,7 @@ class Meeting {
   std::uint32_t spin_limit_;
   std::uint32_t spins_;  // at most spin_limit_: halved whenever spinning did not help
   std::uint64_t interval_ = 0;
+  std::chrono::steady_clock::time_point leaves_by_{};  // when a rank that has closed the group is waited for no more
 };
 
 }  // namespace gradwire::shm

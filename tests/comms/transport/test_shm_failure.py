@@ -162,6 +162,32 @@ def test_survivors_name_a_killed_rank(server: TCPStore, victim: int) -> None:
     assert [code for rank, code in enumerate(codes) if rank != victim] == [0, 0]
 
 
+@pytest.mark.parametrize("ends", [True, False])
+@forks
+def test_a_rank_that_has_closed_is_missed_once_its_process_has_ended(server: TCPStore, ends: bool) -> None:
+    """Law: within seconds also where it lives on. Launchers show the error of whoever ends first: not a survivor's."""
+
+    def leaving() -> None:
+        group = make(server, 1, 2)
+        group.barrier()
+        group.close()
+        time.sleep(1.5 if ends else 80.0)
+
+    pid = run_child(leaving)
+    group = make(server, 0, 2)
+    group.barrier()
+    began = time.monotonic()
+    with pytest.raises(PeerError, match="rank 1 has died or closed the group before completing barrier") as caught:
+        group.barrier()
+    assert caught.value.missing == (1,)
+    assert (os.waitpid(pid, os.WNOHANG)[0] == pid) == ends
+    assert time.monotonic() - began < 30
+    if not ends:
+        os.kill(pid, signal.SIGKILL)
+        assert exit_code(pid) == -signal.SIGKILL
+    group.close()
+
+
 @pytest.mark.parametrize(("victim", "word"), [(0, "socket"), (1, "hello"), (1, "hello, and is gone"), (1, "mapped")])
 @forks
 def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
