@@ -69,7 +69,9 @@ def in_one_form(message: str) -> str:
     if (found := re.fullmatch(r"argument ([^:]+): (.*)", message, re.DOTALL)) is None:
         return message
     option = found[1]
-    if (choice := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", found[2], re.DOTALL)) is None:
+    # Python 3.15 has a suggestion of its own in the middle.
+    form = r"invalid choice: '?(.*?)'?(?:, maybe you meant .*?)? \(choose from (.*)\)"
+    if (choice := re.fullmatch(form, found[2], re.DOTALL)) is None:
         return f"`{option}`: {found[2]}"
     known = choice[2].replace("'", "").split(", ")
     hint = "".join(f"; did you mean {near}?" for near in get_close_matches(choice[1], known, 1))

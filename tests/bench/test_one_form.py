@@ -17,6 +17,10 @@ from gradwire.bench.arguments import in_one_form
             "argument --model: invalid choice: 'x' (choose from gpt2, sdxl)",  # Python 3.12 and later
             "`--model`: found 'x', wanted one of gpt2, sdxl",
         ),
+        (
+            "argument --model: invalid choice: 'gpt', maybe you meant 'gpt2'? (choose from gpt2, sdxl)",  # Python 3.15
+            "`--model`: found 'gpt', wanted one of gpt2, sdxl; did you mean gpt2?",
+        ),
         ("argument -o/--output: expected one argument", "`-o/--output`: expected one argument"),
         (
             "unrecognized arguments: --foo bar",
