@@ -124,7 +124,9 @@ def _structure(node: object) -> str:
         return f"[{' '.join(map(_structure, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    named = ((name, value) for name, value in ast.iter_fields(node) if name != "kind" and value not in (None, []))
+    # Python 3.15 says of each import that it is not lazy.
+    unsaid = {"kind"} if getattr(node, "is_lazy", 0) else {"kind", "is_lazy"}
+    named = ((name, value) for name, value in ast.iter_fields(node) if name not in unsaid and value not in (None, []))
     return f"({type(node).__name__} {' '.join(f'{name}={_structure(value)}' for name, value in named)})"
 
 

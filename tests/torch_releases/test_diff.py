@@ -69,6 +69,14 @@ def test_comments_and_docstrings_count_for_nothing() -> None:
     assert torch_diff.header_of("int a;").hash != torch_diff.header_of("int b;").hash
 
 
+@pytest.mark.parametrize("lazy", [0, 1])
+def test_a_python_that_knows_lazy_imports_reads_the_same_in_others(lazy: int) -> None:
+    """What 3.15 makes of an import has the field, whichever Python this is."""
+    older = type("Import", (ast.Import,), {"_fields": ("names",)})(names=[ast.alias("one")])
+    newer = type("Import", (ast.Import,), {"_fields": ("names", "is_lazy")})(names=[ast.alias("one")], is_lazy=lazy)
+    assert (torch_diff._structure(newer) == torch_diff._structure(older)) == (not lazy)
+
+
 def test_another_torch_is_compared_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
