@@ -23,7 +23,7 @@ MOST_LINES = {
     "comms": 25_134,
     "bench": 12_776,
     "gradwire": 1_479,
-    "bench/studies": 5_609,
+    "bench/studies": 5_610,
 }
 """Folder -> lines of code: no blank lines, comments and docstrings; `bench` without its studies, which are not in the
 wheel."""

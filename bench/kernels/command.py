@@ -191,7 +191,12 @@ def main(argv: list[str]) -> int:
     mebibytes = options.numel * 4 / 2**20
     if options.json != STDOUT:
         console = CleanConsole(highlight=False)
-        console.print(_table(results, f"{mebibytes:.3g} MiB of float32 on {options.device}, one thread"))
+        console.print(
+            _table(
+                results,
+                f"{mebibytes:.3g} MiB of float32 on {options.device}{', one thread' * (options.device == 'cpu')}",
+            )
+        )
         console.print(
             "MB: what a kernel must read and write at least; of a copy: its rate over that of a copy in memory;\n"
             "vs torch: how many times as fast as the best that was composed of torch's own operations"

@@ -105,7 +105,8 @@ def steps_of(gpus: int, *, share: float = 1.0, seconds: float = 900.0) -> list[H
     train = ("gradwire.bench.train.train", "--device", "cuda", *hooks)
     largest = sized(128 << 20, 64 << 10)
     sizes = f"bench all_reduce -b 8 -e {largest} -f 2 -g {ranks} --backend gradwire,nccl".split()
-    kernels = f"gradwire bench kernels --device cuda --repeats {sized(15, 2)} --json {RESULT} --numel".split()
+    repeats = 2 if seconds == SLOW_SECONDS else 15  # not both size and repeats grow: the time of the next is foreseen
+    kernels = f"gradwire bench kernels --device cuda --repeats {repeats} --json {RESULT} --numel".split()
     of_floor = "share of a copy's bandwidth: 0.9 at 25 MiB; at what one of eight ranks has of that, the launch decides"
     # Decisive steps first: if one fails, later figures mean nothing.
     steps = [
@@ -201,7 +202,7 @@ def attempt(step: HourStep, gpus: int) -> dict[str, object]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        words = [word.replace(RESULT, str(result)) for word in step.words]
+        words = ["env", "COLUMNS=120", *(word.replace(RESULT, str(result)) for word in step.words)]  # no name is cut
         pipe, both = subprocess.PIPE, subprocess.STDOUT
         process = subprocess.Popen(words, cwd=CHECKOUT, text=True, start_new_session=True, stdout=pipe, stderr=both)
         try:

@@ -100,6 +100,20 @@ def test_smaller_inputs_are_those_of_the_same_programs(gpus: int, share: float) 
     assert part[-1].seconds == 0.0  # two machines
 
 
+def test_on_a_slow_device_kernels_grow_in_size_alone() -> None:
+    """Repeats that grew as well took 120 times as long where 16 were foreseen, and the step was ended by its limit."""
+    for seconds, wanted in ((hour.SLOW_SECONDS, {"2"}), (900.0, {"15"})):
+        steps = [step for share in hour.SHARES for step in steps_of(2, share=share, seconds=seconds)]
+        words = [list(step.words) for step in steps if step.name.startswith("kernels")]
+        assert {each[each.index("--repeats") + 1] for each in words} == wanted
+        assert len({each[each.index("--numel") + 1] for each in words}) > 3
+
+
+def test_tables_are_not_cut(tmp_path: Path) -> None:
+    _, found = run([python("wide", "import shutil; print(shutil.get_terminal_size().columns)")], tmp_path)
+    assert found["steps"][0]["output"] == ["120"]
+
+
 class Device:
     """Runs steps in a time of its own: `start` seconds, and `full` more for the full inputs."""
 
