@@ -64,7 +64,7 @@ def steps(forward: Callable[[Tensor], Tensor], model: nn.Module, number: int = S
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(number):
         optimizer.zero_grad()
-        forward(inputs(step)).square().mean().backward()
+        forward(inputs(step)).square().mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
