@@ -227,7 +227,7 @@ class Membership:
         return first == view.rank
 
     def next(self, seconds: float) -> View:
-        """Waits for the vote on the members that follows a rank failure, and enters the latest generation.
+        """Waits until the ranks that live have voted on who goes on after a failure, and enters that generation.
 
         The ring threads vote; this is for the training thread.
 

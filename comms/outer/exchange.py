@@ -150,7 +150,7 @@ class OuterExchange:
 
     @torch.no_grad()
     def copy_from_first_rank(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all ranks rank 0's values, in place, and sets the fragments' anchors to the parameters.
+        """Broadcasts rank 0's values of some tensors, in place, and sets each fragment's anchor to its parameters.
 
         Args:
             tensors: Floating-point tensors, such as the parameters.

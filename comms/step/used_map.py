@@ -51,7 +51,7 @@ class UsedMap(StepListener):
 
     @property
     def ends_after_ddp(self) -> bool:
-        """Whether steps shall end behind DDP's own callback, in which it waits for its sum and takes the averages."""
+        """Whether a step must end only after DDP's callback at the end of backward, which waits for DDP's used map."""
         return self._in_every_step or self.wants_buckets
 
     def step_began(self, steps: int) -> None:
