@@ -352,13 +352,17 @@ class _Leader(_Rank):
         self._announce(uuid.uuid4().hex[:GENERATION_NBYTES])
         self._publish(self._generation)
         blocks = [f"{self._generation}/block/{number}" for number in range(-(-self._own.size // BLOCK))]
-        naps = Naps()
+        naps, refused_until = Naps(), math.inf
         while True:
             self._pack_block()
-            # A rank whose settings differ has refused: end for all with its reason.
+            have_joined = self._packed and self._store.check(blocks)
+            # A rank whose settings differ has refused: end for all with its reason, once all follow this generation.
+            # A rank that comes later would take the outcome for one that an earlier start of the job has left.
             if self._store.check([f"{self._generation}/refused"]):
-                raise self.refuse(self._store.read(f"{self._generation}/refused").decode())
-            if self._packed and self._store.check(blocks):
+                refused_until = min(refused_until, time.monotonic() + LINGER_SECONDS)
+                if have_joined or time.monotonic() > min(refused_until, self._deadline):
+                    raise self.refuse(self._store.read(f"{self._generation}/refused").decode())
+            elif have_joined:
                 break
             # Name the missing ranks after the timeout, or earlier if they are known to have exited.
             if time.monotonic() > self._deadline:
@@ -501,6 +505,8 @@ class _Follower(_Rank):
         self.leave()
         self._generation = record["generation"]
         if (reason := _misfit(self._own, record)) is not None:
+            self._tell(reason)  # before this rank joins: rank 0 must not see that all have joined without the reason
+            self._publish(record["generation"])
             raise self.refuse(reason)
         self._publish(record["generation"])
         self._deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS + Naps(self._own.size).longest

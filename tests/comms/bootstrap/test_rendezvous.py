@@ -252,6 +252,27 @@ def test_ranks_of_different_versions_do_not_start(first: str | None, second: str
     )
 
 
+def test_a_rank_that_starts_after_a_refusal_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcome must not look like one that an earlier start has left."""
+    monkeypatch.setattr(rendezvous, "LINGER_SECONDS", SECONDS.total_seconds())
+    store = HashStore()
+    reader = PollingStore(store, SECONDS)
+
+    def is_refused() -> bool:
+        return reader.check(["round"]) and reader.check([f"{json.loads(reader.read('round'))['generation']}/refused"])
+
+    def run(rank: int) -> str:
+        while rank == 2 and not is_refused():
+            time.sleep(0.01)
+        time.sleep(0.1 * (rank == 2))  # rank 0 has seen it, too
+        own = saying(rank, 3)
+        with pytest.raises(ValueError, match=f"`{VERSION}` is 0.2 on rank 1") as caught:
+            exchange(store, replace(own, shared={**own.shared, VERSION: "0.2"} if rank == 1 else own.shared), SECONDS)
+        return str(caught.value)
+
+    assert len(set(run_ranks(3, run))) == 1
+
+
 def test_a_rank_whose_info_cannot_be_read_is_taken_for_one_of_another_version() -> None:
     """It says more than this version knows; the others are told so before the time-out."""
     store = HashStore()
