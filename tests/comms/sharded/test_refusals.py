@@ -99,7 +99,7 @@ def refusals(rank: int) -> list[str]:
 def test_bad_input_is_an_error_on_all_ranks_alike(processes: Processes) -> None:
     said = processes(4, refusals, nodes="aabb")
     for one, *others in zip(*cast(list[list[str]], said), strict=True):
-        digests = "has replicas of" in one  # each rank sees its own neighbour's
+        digests = ", replicas of " in one  # each rank sees its own neighbour's
         assert digests or all(other == one for other in others), (one, others)
 
 
