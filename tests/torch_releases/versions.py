@@ -5,6 +5,7 @@ tests/ in PYTHONPATH:
     python -m torch_releases.versions 2.14.1 -- -k hook    # one release; what follows `--` goes to pytest
     python -m torch_releases.versions 2.14.1 --tests tests/comms/plan tests/compressors    # some folders or files
     python -m torch_releases.versions --wheels FOLDER      # its wheels are there already
+    python -m torch_releases.versions --newest             # FSDP2, DDP and the backend on the newest one: `.ci/run`
 
 Each release gets an environment of its own, which sees this one's packages (gradwire, numpy, pytest) behind its own
 torch, and is deleted after its tests unless `--keep` is given. pip decides from where: PIP_INDEX_URL or
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from support.cuda_wheel import BuildError, listed_releases, make_cpu_environment
+from support.cuda_wheel import BuildError, download, find_wheel, listed_releases, make_cpu_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +30,18 @@ TESTS = ("tests/comms", "tests/compressors/optim", "tests/bench/train", "tests/t
 """What touches process groups, works, stores, DDP's buckets and optimizers, and the main job on a small model; the rest
 is arithmetic on tensors, or needs no torch."""
 
+
+NEWEST_TESTS = (
+    "tests/comms/sharded",
+    "tests/comms/test_hook.py",
+    "tests/comms/step/test_ddp_options.py",
+    "tests/comms/step/test_states.py",
+    "tests/comms/backend/test_process_group.py",
+    "tests/comms/backend/test_process_group_jobs.py",
+    "tests/comms/backend/test_sharded_training.py",
+    "tests/test_public_names.py",
+)
+"""What a new release of torch has broken or changed so far: FSDP2, DDP's options and the calls of a process group."""
 
 PYTEST = ("-q", "-p", "no:cacheprovider", "--dist", "loadfile")
 
@@ -57,26 +70,61 @@ def try_release(
     return subprocess.run(command, check=False, cwd=ROOT).returncode
 
 
+def bring_newest(candidates: Sequence[str], wheels: Path) -> str | None:
+    """Has pip download the newest release of which it finds a wheel for this Python.
+
+    Args:
+        candidates: Releases, the newest first.
+        wheels: Where the wheel goes; nothing is downloaded if one of a candidate is there.
+
+    Returns:
+        The release, or None if pip finds a wheel of none; what pip said is printed then.
+    """
+    for release in candidates:
+        if find_wheel(wheels, release) is not None:
+            return release
+        try:
+            download(f"torch=={release}", wheels)
+        except BuildError as error:
+            print(f"torch {release}: {str(error).strip().splitlines()[-1]}", flush=True)
+        else:
+            return release
+    return None
+
+
 def main() -> int:
     """Returns 0 where the tests passed on every release."""
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    others = [each for each in listed_releases() if each != metadata.version("torch").partition("+")[0]]
+    own, listed = metadata.version("torch").partition("+")[0], listed_releases()
+    others = [each for each in listed if each != own]
     parser.add_argument("releases", nargs="*", default=others, metavar="RELEASE", help=f"default: {' '.join(others)}")
     parser.add_argument("--keep", action="store_true", help="keep the environments, to run something in them by hand")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "torch", help="for the environments")
     parser.add_argument("--wheels", type=Path, help="a folder with torch's wheels, in it or in folders inside it")
     parser.add_argument("--workers", type=int, default=3, help="processes that run tests; default: 3")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="in place of what meets torch's classes")
     parser.add_argument(
-        "--tests", nargs="+", default=TESTS, metavar="PATH", help="in place of what meets torch's classes"
+        "--newest", action="store_true", help="only FSDP2, DDP and the backend, on the newest release that can be had"
     )
     options = parser.parse_args(words[:split])
+    tests = options.tests or (NEWEST_TESTS if options.newest else TESTS)
+    if options.newest:
+        newer = listed[: listed.index(own)] if own in listed else listed
+        if options.wheels is None:
+            options.wheels = options.folder.absolute() / "wheels"
+            options.wheels.mkdir(parents=True, exist_ok=True)
+        newest = bring_newest(newer, options.wheels)
+        if newest is None:
+            print(f"NOT RUN: tests on a torch newer than {own}: no wheel of {' or '.join(newer) or 'one'} was found")
+            return 0
+        options.releases = [newest]
     verdicts = {}
     for release in options.releases:
         started, folder = time.monotonic(), options.folder.absolute() / release
         try:
-            status = try_release(release, folder, options.wheels, options.workers, options.tests, words[split + 1 :])
+            status = try_release(release, folder, options.wheels, options.workers, tests, words[split + 1 :])
             verdicts[release] = "passed" if status == 0 else f"FAILED (pytest: {status})"
         except BuildError as error:
             verdicts[release] = f"FAILED: {error}"
