@@ -24,6 +24,15 @@ from gradwire.topology.pci_ids import (
 INFINIBAND_CLASS = 0x0207
 """PCI class and sub-class of InfiniBand. Source: PCI Code and ID Assignment Specification 1.11."""
 
+THUNDERBOLT_DRIVER = "thunderbolt-net"
+"""Driver of the network interface of Thunderbolt and USB4. Source: Linux drivers/net/thunderbolt/main.c."""
+
+THUNDERBOLT_BITS_PER_SECOND = 10e9
+"""What TCP reaches over one cable of Thunderbolt or USB4, whose driver says the rate of the cable, 20 or 40 Gbit/s a
+direction, or none (Linux up to 6.18). Source: geerlingguy/ai-benchmarks issue 21 and rccl issue 2118 (10 Gb/s between
+Framework Desktops); blog.hellas.ai, thunderbolt-ibverbs (9 Gb/s, 2026): all of Strix Halo, none of other controllers.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
@@ -102,6 +111,18 @@ CARDS = (
 Source: Linux ice_devids.h (E810, E825), efa_main.c (generations 1 to 4), hfi1 and hfi2 (Omni-Path), gve.h (gVNIC); HPE
 shs-cxi-driver (Cassini 1 and 2; cass_nvidia_gpu.c asks NVIDIA's driver); aws-ofi-nccl README; Cornelis psm2-nccl
 README; Google Cloud, GPU networking (GPUDirect-TCPX and TCPXO)."""
+
+
+def interface_bits_per_second(driver: str | None, stated: float | None) -> float | None:
+    """Returns the rate of a network interface that plans may rely on: what its driver states, but for Thunderbolt's.
+
+    Args:
+        driver: Name of its driver; None if the source does not say it.
+        stated: Rate that the driver states, in bits per second; None if it states none.
+    """
+    if driver != THUNDERBOLT_DRIVER:
+        return stated
+    return min(stated or THUNDERBOLT_BITS_PER_SECOND, THUNDERBOLT_BITS_PER_SECOND)
 
 
 def family_of(vendor: int | None, device: int | None, driver: str | None = None) -> CardFamily | None:

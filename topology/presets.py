@@ -11,6 +11,7 @@ from itertools import combinations
 
 from gradwire.topology.bandwidth import nvlink_bytes_per_second, xgmi_bytes_per_second
 from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
+from gradwire.topology.networks import THUNDERBOLT_BITS_PER_SECOND, THUNDERBOLT_DRIVER
 from gradwire.topology.pci_ids import AMAZON, CRAY, MELLANOX
 
 GEN3, GEN4, GEN5 = (PcieLink(gigatransfers_per_second=rate, lanes=16) for rate in (8.0, 16.0, 32.0))
@@ -191,18 +192,17 @@ def rtx_5090() -> Machine:
 def strix_halo() -> Machine:
     """Returns a Ryzen AI Max+ 395: one Radeon 8060S in the processor, and USB4 with its network interface.
 
-    The interface states 20 Gb/s a direction, of which its TCP carries half. Source: Linux
-    Documentation/admin-guide/thunderbolt.rst, Networking over Thunderbolt cable; rccl issue 2118 (10 Gb/s between two
-    Framework Desktops); blog.hellas.ai, thunderbolt-ibverbs (9 Gb/s, 2026).
+    Source: AMD, Ryzen AI Max+ 395 (two USB4 ports); the rate is that of `networks.THUNDERBOLT_BITS_PER_SECOND`.
     """
     gpu = Gpu(
         key="0000:c5:00.0", bus="0000:c5:00.0", parent="numa0", index=0, name="Radeon 8060S", vendor=0x1002,
         class_code=0x030000, architecture="gfx1151", gdr=False,
     )  # fmt: skip
     port = Port(
-        name="thunderbolt0", interfaces=("thunderbolt0",), link_layer="Ethernet", bits_per_second=10e9, active=True
-    )
-    nic = Nic(key="thunderbolt0", parent="numa0", driver="thunderbolt-net", ports=(port,))
+        name="thunderbolt0", interfaces=("thunderbolt0",), link_layer="Ethernet", active=True,
+        bits_per_second=THUNDERBOLT_BITS_PER_SECOND,
+    )  # fmt: skip
+    nic = Nic(key="thunderbolt0", parent="numa0", driver=THUNDERBOLT_DRIVER, ports=(port,))
     return Machine(
         hostname="strix_halo", cpus=(_cpu(0, 0, "AuthenticAMD", 0x70, 16),), gpus=(gpu,), nics=(nic,), links_known=True,
         sources=("preset",),

@@ -24,14 +24,16 @@ from gradwire.topology.graph import (
     PciSwitch,
     Port,
 )
+from gradwire.topology.networks import THUNDERBOLT_DRIVER, interface_bits_per_second
 from gradwire.topology.pci_ids import amd_name, is_virtual_bridge, normal_bus_id, role_of_class
 from gradwire.topology.printable import shortened
 from gradwire.topology.readers.affinity import cores_of_mask
 from gradwire.topology.readers.xml_tree import Element
 from gradwire.topology.readers.xml_tree import read as read_xml
 
-_INTERFACE = re.compile(r"(eth|en[opsxP]|ib|bond|hsn)\d")
-"""How the names of network interfaces begin, of which devices of verbs have none. Source: systemd.net-naming-scheme(7).
+_INTERFACE = re.compile(r"(eth|(en|wl)[opsP]|ib|bond|hsn|thunderbolt|usb|wlan)\d|(en|wl)x[0-9a-f]{12}")
+"""How the names of network interfaces begin, of which devices of verbs have none. Source: systemd.net-naming-scheme(7);
+Linux drivers/net/thunderbolt/main.c and drivers/net/usb/usbnet.c.
 """
 
 OTHER_FILES = {
@@ -371,12 +373,14 @@ def _port(net: Element) -> Port:
     megabits = net.integer("speed")
     number = net.integer("port")
     name = net.text("name") or "?"
+    stated = megabits * 1e6 if megabits and 0 < megabits < 10**9 else None
+    driver = THUNDERBOLT_DRIVER if name.startswith("thunderbolt") else None
     return Port(
         name=name,
         interfaces=(name,) if _INTERFACE.match(name) else (),
         number=1 if number is None else number,
         index=net.integer("dev"),
-        bits_per_second=megabits * 1e6 if megabits and 0 < megabits < 10**9 else None,
+        bits_per_second=interface_bits_per_second(driver, stated),
         gdr=_flag(net, "gdr"),
         guid=net.text("guid"),
     )

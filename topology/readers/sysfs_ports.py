@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gradwire.topology.graph import Port
+from gradwire.topology.networks import interface_bits_per_second
 from gradwire.topology.pci_ids import normal_bus_id, role_of_class
 from gradwire.topology.readers.small_files import link_name, names_in, number_of, real_path, text_of
 
@@ -293,11 +294,12 @@ def _interface_port(folder: Path, name: str, kind: int, card: bool) -> Port:
     master = link_name(own / "master")
     bond = master if master is not None and (folder / master / "bonding").is_dir() else None
     state = text_of(own / "operstate")
+    stated = megabits * 1e6 if megabits is not None and 0 < megabits < 10**8 else None
     return Port(
         name=name,
         interfaces=(name,),
         link_layer="InfiniBand" if kind == INFINIBAND else "Ethernet",
-        bits_per_second=megabits * 1e6 if megabits is not None and 0 < megabits < 10**8 else None,
+        bits_per_second=interface_bits_per_second(driver, stated),
         active=None if state in (None, "unknown") else state == "up",
         bond=bond,
         standby=bond is not None and _in_reserve(folder, name, bond),

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.topology.errors import TopologyError
+from gradwire.topology.networks import network_of
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.readers import nccl_xml, xml_tree
 from gradwire.topology.show import draw
@@ -109,6 +110,16 @@ def test_a_link_written_on_both_sides_counts_once() -> None:
     text = SYSTEM.format(GPU.format(one) + other.format(one.replace("0000:02", "0000:01")))
     (link,) = nccl_xml.read(text).links
     assert (link.count, link.bytes_per_second) == (4, 80e9)
+
+
+@pytest.mark.parametrize(("name", "speed", "wanted"), [
+    ("thunderbolt0", 20000, 10e9), ("enxa0cec8012345", 2500, 2.5e9), ("usb0", 425, 425e6), ("wlp195s0", 1000, 1e9),
+])  # fmt: skip
+def test_an_interface_without_a_card_is_no_rdma_device(name: str, speed: int, wanted: float) -> None:
+    """NCCL writes the interface that it opens sockets on, with the rate that the driver states."""
+    text = f'<pci busid="0000:c7:00.5" class="0x0c0340"><nic><net name="{name}" speed="{speed}"/></nic></pci>'
+    (nic,) = nccl_xml.read(SYSTEM.format(text)).nics
+    assert (network_of(nic), nic.ports[0].bits_per_second) == ("tcp", wanted)
 
 
 NIC = '<pci busid="0000:{bus}:00.0" class="0x020000"><nic><net name="mlx5_{bus}" speed="{speed}"/></nic></pci>'

@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gradwire.bench.doctor.local import read_interfaces
 from gradwire.topology.assign import fastest_nics, nic_for_local_rank, nics_of_gpus
 from gradwire.topology.bandwidth import nic_bytes_per_second
 from gradwire.topology.levels import levels_of
+from gradwire.topology.presets import PRESETS
 from gradwire.topology.readers.sysfs import read
 
 if TYPE_CHECKING:
@@ -89,6 +91,20 @@ def test_an_adapter_in_a_dock_is_a_card_beside_the_one_on_the_board(systree: "Sy
     machine = read(systree.root)
     assert nic_for_local_rank(machine, 0) == fastest_nics(machine.nics)[0]
     assert levels_of(machine)[1].bytes_per_second == 5e9 / 8
+
+
+@pytest.mark.parametrize("stated", ["20000", "40000", ""])
+def test_a_usb4_cable_is_as_fast_as_that_of_the_preset(systree: "SysTree", stated: str) -> None:
+    """Its driver states the rate of the cable, or none, of which TCP reaches 10 Gbit/s."""
+    systree.host({0: "0-31"})
+    systree.device(ROOT, "0000:c5:00.0", kind=GPU, vendor=AMD)
+    systree.device(ROOT, "0000:c7:00.5", kind=USB4, vendor=0x1022)
+    below = "domain0/0-0/0-1/0-1.0"
+    systree.interface("thunderbolt0", ROOT, "0000:c7:00.5", below, speed=stated, driver="thunderbolt-net")
+    live, preset = levels_of(read(systree.root))[1], levels_of(PRESETS["strix_halo"]())[1]
+    assert live == preset
+    (doctors,) = read_interfaces(systree.root)
+    assert doctors.bits_per_second == 8 * (live.bytes_per_second or 0) == 10e9
 
 
 def test_two_usb4_cables_are_two_cards(systree: "SysTree") -> None:

@@ -467,21 +467,21 @@ def test_beside_another_makers_gpu_amds_are_not_numbered(systree: "SysTree") -> 
     assert [gpu.index for gpu in read(systree.root).gpus] == [None, None]
 
 
-@pytest.mark.parametrize(("name", "below", "code", "speed"), [
-    ("thunderbolt0", "domain0/0-0/0-1/0-1.0", 0x0C0340, "20000"),  # USB4 or Thunderbolt, host interface
-    ("thunderbolt0", "domain0/0-0/0-1/0-1.0", 0x088000, "20000"),  # Thunderbolt 3: a system peripheral
-    ("enx00e04c", "usb4/4-1/4-1:1.0", 0x0C0330, "2500"),  # an adapter on USB 3
-    ("usb0", "usb2/2-1/2-1:1.0", 0x0C0320, "425"),
+@pytest.mark.parametrize(("name", "below", "code", "speed", "driver", "wanted"), [
+    ("thunderbolt0", "domain0/0-0/0-1/0-1.0", 0x0C0340, "20000", "thunderbolt-net", 10e9),  # USB4 or Thunderbolt 4
+    ("thunderbolt0", "domain0/0-0/0-1/0-1.0", 0x088000, "20000", "thunderbolt-net", 10e9),  # Thunderbolt 3
+    ("enx00e04c", "usb4/4-1/4-1:1.0", 0x0C0330, "2500", "r8152", 2.5e9),  # an adapter on USB 3
+    ("usb0", "usb2/2-1/2-1:1.0", 0x0C0320, "425", "cdc_ether", 425e6),
 ])  # fmt: skip
 def test_an_adapter_on_usb_or_thunderbolt_is_a_card(
-    systree: "SysTree", name: str, below: str, code: int, speed: str
+    systree: "SysTree", name: str, below: str, code: int, speed: str, driver: str, wanted: float
 ) -> None:
     """The only link of many a pair of small machines: below a controller that is no network card."""
     systree.host({0: "0-15"})
     systree.device("pci0000:00", "0000:c7:00.5", kind=code, vendor=0x1022)
     systree.device("pci0000:00", "0000:c3:00.0", kind=0x020000, vendor=0x10EC)
     systree.interface("enp195s0", "pci0000:00", "0000:c3:00.0", speed="5000", driver="r8169")
-    systree.interface(name, "pci0000:00", "0000:c7:00.5", below, speed=speed, driver="thunderbolt-net")
+    systree.interface(name, "pci0000:00", "0000:c7:00.5", below, speed=speed, driver=driver)
     machine = read(systree.root)
     found = {nic.ports[0].name: (nic.parent, nic.ports[0].bits_per_second) for nic in machine.nics}
-    assert found == {"enp195s0": ("numa0", 5e9), name: ("numa0", float(speed) * 1e6)}
+    assert found == {"enp195s0": ("numa0", 5e9), name: ("numa0", wanted)}
