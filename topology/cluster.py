@@ -159,7 +159,6 @@ class GpuFabric:
         amd_cpu: True if the processors are AMD's, for which NCCL counts twice the time to post a message.
         network: Kind of network: `infiniband`, `roce`, `efa`, `slingshot`, `omnipath` or `tcp`.
         network_seconds: Latency in seconds that a message over this network has beyond one over InfiniBand.
-        memory_bytes_per_second: Peak bandwidth of the slowest GPU's memory.
     """
 
     compute_capability: int
@@ -169,7 +168,6 @@ class GpuFabric:
     amd_cpu: bool
     network: str
     network_seconds: float
-    memory_bytes_per_second: float
 
 
 @dataclass(frozen=True)
@@ -190,6 +188,7 @@ class Cluster:
             NCCL does it. The owners of compressed payloads get parts in proportion to their links in either case.
         nvls_possible: True if some rank's GPU is one whose NVSwitch can sum (NVIDIA, Hopper or later), whether or not a
             switch was found: a container may hide it.
+        memory_bytes_per_second: Peak bandwidth of the slowest GPU's memory; None on CPUs, and if one is unknown.
 
     Raises:
         ValueError: `locations` is empty, `levels` does not fit it, or a level has another number of `unit_rates` than
@@ -201,6 +200,7 @@ class Cluster:
     fabric: GpuFabric | None = None
     equal_sums: bool = False
     nvls_possible: bool = False
+    memory_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if not self.locations:

@@ -65,6 +65,19 @@ def network_of_nics(nics: Iterable[Nic]) -> str:
     return max(kinds or {"tcp"}, key=lambda kind: (NETWORK_SECONDS[kind], kind))
 
 
+def slowest_memory(machine: Machine) -> float | None:
+    """Returns the peak bandwidth of the memory of a node's slowest GPU, in bytes per second.
+
+    Args:
+        machine: One of the nodes.
+
+    Returns:
+        None if the machine has no GPU, and for MIG slices, each of which has a part of its card's bandwidth.
+    """
+    gpus = given_gpus(machine)
+    return None if any(gpu.slices for gpu in gpus) else min(map(memory_bytes_per_second, gpus), default=None)
+
+
 def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | None:
     """Returns the properties of a node's GPUs and network on which NCCL's cost model depends.
 
@@ -100,5 +113,4 @@ def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | No
         amd_cpu=any(cpu.vendor == "AuthenticAMD" for cpu in machine.cpus),
         network=kind,
         network_seconds=NETWORK_SECONDS[kind],
-        memory_bytes_per_second=min(memory_bytes_per_second(gpu) for gpu in gpus),
     )

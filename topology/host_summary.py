@@ -28,6 +28,8 @@ class Hardware:
             and if they are not known.
         nic_unknown: Reason why `nic` is None, if the rank's GPU cannot be determined; empty otherwise.
         nvlink_domain: NVLink domain of several hosts that all GPUs of the machine have joined; empty if there is none.
+        memory_bytes_per_second: Peak bandwidth of the slowest GPU's memory; None for ranks that keep their gradients in
+            host memory, and for MIG slices.
     """
 
     intra_node: float | None
@@ -39,6 +41,7 @@ class Hardware:
     fabric: GpuFabric | None = None
     nic_unknown: str = ""
     nvlink_domain: str = ""
+    memory_bytes_per_second: float | None = None
 
 
 def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = None) -> Hardware:
@@ -54,7 +57,7 @@ def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = N
         TopologyError: The machine has no folder /sys.
     """
     from gradwire.topology.assign import fastest_nics, nic_for_local_rank, nics_of_gpus
-    from gradwire.topology.fabric import fabric_of
+    from gradwire.topology.fabric import fabric_of, slowest_memory
     from gradwire.topology.labels import nic_name
     from gradwire.topology.levels import levels_of
     from gradwire.topology.readers.detect import detect_machine
@@ -76,4 +79,5 @@ def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = N
         nics=len(driven) or None,
         fabric=fabric_of(used),
         nvlink_domain=machine.nvlink_domain or "",
+        memory_bytes_per_second=slowest_memory(used),
     )

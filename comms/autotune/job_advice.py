@@ -13,6 +13,7 @@ from gradwire.comms.plan.planner import presumed
 from gradwire.comms.report import wrapped
 from gradwire.comms.step.stepwatch import Observed
 from gradwire.compressors import registry
+from gradwire.compressors.kernels.dispatch import has_kernels
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.wording import ms
 
@@ -145,7 +146,8 @@ def advise_job(
         bucket_sizes=tuple(sizes),
     )
     # Predict every plan and compressor, and do not recommend one that is slower than what runs.
-    advice = advise(cluster, workload, prices(len(cluster.nodes), library, gpu_memory_rate(cluster)), library=library)
+    own = prices(len(cluster.nodes), library, gpu_memory_rate(cluster), has_kernels("cuda"))
+    advice = advise(cluster, workload, own, library=library)
     if accumulate == 1:
         advice = _never_slower(advice, running, observed, optimizer)
     return JobAdvice(
@@ -200,7 +202,7 @@ def _slowest_is_known(cluster: Cluster) -> bool:
 
 
 @lru_cache(maxsize=8)
-def prices(nodes: int, library: str, memory_bytes_per_second: float) -> tuple[CodecPrice, ...]:
+def prices(nodes: int, library: str, memory_bytes_per_second: float, kernels: bool = True) -> tuple[CodecPrice, ...]:
     """Returns the cost of each registered compressor: timed once on a CPU, computed from the memory rate of a GPU.
 
     Timing takes a moment; the last eight results are kept for the same arguments.
@@ -209,8 +211,10 @@ def prices(nodes: int, library: str, memory_bytes_per_second: float) -> tuple[Co
         nodes: Number of ranks that exchange a shard, one on each node.
         library: Name of the communication library; `nccl` for gradients on GPUs, any other for CPUs.
         memory_bytes_per_second: Memory rate of the GPU, by which codecs are computed; not used on CPUs.
+        kernels: Whether compressors have kernels for the GPU; not used on CPUs.
     """
     layout = square_layout(SAMPLE_NBYTES, side=256)
     if library == "nccl":
-        return tuple(codec_price(name, layout, nodes, memory_bytes_per_second) for name in registry.names())
+        names, rate = registry.names(), memory_bytes_per_second
+        return tuple(codec_price(name, layout, nodes, rate, kernels=kernels) for name in names)
     return tuple(measured_price(name, layout, nodes) for name in registry.names())

@@ -100,22 +100,25 @@ class PeerInfo:
 def hardware(local_rank: int | None, device_type: str) -> Hardware:
     """Reads this host's topology, once a process: bandwidth inside and outwards, and the nearest NIC. Measures nothing.
 
-    For `cpu` the bandwidth inside the machine and the GPU fabric are left unknown.
+    For `cpu` the bandwidth inside the machine, the GPU fabric and the rate of the GPUs' memory are left unknown.
 
     Args:
         local_rank: Index of this rank on its host; None if the launcher did not set it.
         device_type: `cpu` or `cuda`: type of the gradients' device.
     """
     host = host_summary(local_rank, visibility())
-    return host if device_type == "cuda" else replace(host, intra_node=None, fabric=None, nvlink_domain="")
+    if device_type == "cuda":
+        return host
+    return replace(host, intra_node=None, fabric=None, nvlink_domain="", memory_bytes_per_second=None)
 
 
 def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
     """Builds the cluster: the place of each rank, and links with configured, detected or default speeds.
 
     For CUDA the links are NCCL's: its latencies over NVLink, PCIe and the kind of network, the NICs that the nodes'
-    GPUs drive, and the fabric if all ranks know theirs; NVLink between the hosts of one NVLink domain. Several such
-    domains are the cluster's racks. Links that the topology does not give are marked `presumed`.
+    GPUs drive, the rate of the GPUs' memory, and the fabric if all ranks know theirs; NVLink between the hosts of one
+    NVLink domain. Several such domains are the cluster's racks. Links that the topology does not give are marked
+    `presumed`.
 
     Args:
         infos: Infos of all ranks, in rank order.
@@ -149,7 +152,10 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
     cluster = replace(with_node_rates(cluster, _node_rates(infos, cluster)), equal_sums=True)
     used = [cluster.levels[number].link for number in cluster.wide_levels]
     unlike = cluster.depth != 2 or any(link.presumed or link.nvlink for link in used)
-    return replace(cluster, fabric=None if unlike else fabric, nvls_possible=nvls_possible)
+    memory = _slowest([info.hardware.memory_bytes_per_second for info in infos])
+    return replace(
+        cluster, fabric=None if unlike else fabric, nvls_possible=nvls_possible, memory_bytes_per_second=memory
+    )
 
 
 def _nvls_possible(device: torch.device) -> bool:
@@ -312,7 +318,6 @@ def _common_fabric(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:
         amd_cpu=any(fabric.amd_cpu for fabric in known),
         network=slowest.network,
         network_seconds=slowest.network_seconds,
-        memory_bytes_per_second=min(fabric.memory_bytes_per_second for fabric in known),
     )
 
 

@@ -262,7 +262,7 @@ class PlanChooser:
         from gradwire.comms.plan.codec_price import codec_price
         from gradwire.comms.plan.payloads import gpu_memory_rate
 
-        price = codec_price(name, layout, size, gpu_memory_rate(self._links.cluster))
+        price = codec_price(name, layout, size, gpu_memory_rate(self._links.cluster), kernels=payloads.kernels)
         exact = plan_all_reduce(self._links.cluster, nbytes, chunks=self.chunks, library=self.library)
         compressed = plan_all_reduce(
             self._links.cluster, nbytes, name="flat", chunks=self.chunks, price=price, library=self.library

@@ -8,7 +8,14 @@ from gradwire.compressors.speed import core_bytes_per_second
 from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.bandwidth import memory_bytes_per_second
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
-from gradwire.topology.fabric import CHANNELS_PER_NIC, TCP_ALPHA_SECONDS, TCP_SHARE, fabric_of, sender_nics
+from gradwire.topology.fabric import (
+    CHANNELS_PER_NIC,
+    TCP_ALPHA_SECONDS,
+    TCP_SHARE,
+    fabric_of,
+    sender_nics,
+    slowest_memory,
+)
 from gradwire.topology.graph import Machine
 from gradwire.topology.levels import levels_of
 from gradwire.topology.nvlink_domain import cluster_of_domains
@@ -68,10 +75,12 @@ def cluster_of_machines(
         Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, inside or HOST_MEMORY_BYTES_PER_SECOND)),
         Level(LEVEL_NAMES[1], over_distance(outside, nodes, round_trip_seconds, loss)),
     )
+    memory = slowest_memory(machine)
     if machine.nvlink_domain is not None and nodes > 1:
-        return cluster_of_domains(count, nodes, levels)
+        return replace(cluster_of_domains(count, nodes, levels), memory_bytes_per_second=memory)
     fabric = fabric_of(machine, network=None if nic_bits_per_second is None else "tcp")
-    return replace(uniform_cluster((count, nodes), levels), fabric=fabric, equal_sums=fabric is not None)
+    cluster = replace(uniform_cluster((count, nodes), levels), memory_bytes_per_second=memory)
+    return replace(cluster, fabric=fabric, equal_sums=fabric is not None)
 
 
 def codec_bytes_per_second(machine: Machine) -> float:

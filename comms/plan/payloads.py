@@ -12,6 +12,7 @@ from gradwire.comms.plan.codec_price import (
 )
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.compressors.base import Compressor, Layout
+from gradwire.compressors.kernels.dispatch import has_kernels
 from gradwire.topology.cluster import Cluster
 
 
@@ -23,8 +24,8 @@ def gpu_memory_rate(cluster: Cluster) -> float:
     Args:
         cluster: Cluster of GPUs.
     """
-    fabric = cluster.fabric
-    return SLOWEST_GPU_BYTES_PER_SECOND if fabric is None else GPU_MEMORY_SHARE * fabric.memory_bytes_per_second
+    known = cluster.memory_bytes_per_second
+    return SLOWEST_GPU_BYTES_PER_SECOND if known is None else GPU_MEMORY_SHARE * known
 
 
 class Payloads:
@@ -37,10 +38,12 @@ class Payloads:
 
     Attributes:
         library: `nccl` on GPUs, else `gloo`.
+        kernels: Whether the compressor has kernels there; without any it computes in torch's operators.
     """
 
     def __init__(self, compressor: Compressor, links: Links, device_type: str) -> None:
         self.library = "nccl" if device_type == "cuda" else "gloo"
+        self.kernels = has_kernels(device_type)
         self._compressor = compressor
         self._links = links
 
@@ -55,6 +58,7 @@ class Payloads:
         name = self._compressor.name
         ratio = wire_ratio(self._compressor, layout, group_size)
         ratio = ratio * ELEMENT_NBYTES * layout.numel / nbytes if nbytes else ratio
-        codec = codec_seconds(name, gpu_memory_rate(self._links.cluster)) if self.library == "nccl" else 0.0
+        memory = gpu_memory_rate(self._links.cluster)
+        codec = codec_seconds(name, memory, kernels=self.kernels) if self.library == "nccl" else 0.0
         owned = owned_share(self._compressor, layout, group_size)
         return CodecPrice(name, ratio, codec, rounds=codec_facts(name).rounds, owned=owned)

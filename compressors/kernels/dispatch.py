@@ -207,6 +207,19 @@ def kernels_name(device: torch.device) -> str:
     return str(getattr(kernels, "__name__", type(kernels).__name__)).rpartition(".")[2]
 
 
+def has_kernels(device_type: str) -> bool:
+    """Returns whether compressors have kernels on a type of device; False if they compute in torch's operators there.
+
+    As long as nothing is chosen, it is what can be said without CuPy: a CUDA device has kernels, AMD's GPUs have none.
+
+    Args:
+        device_type: Type of the device, as in `torch.device.type`.
+    """
+    if device_type in KERNELS_ON:
+        return KERNELS_ON[device_type] is not reference
+    return device_type == "cpu" or (device_type == "cuda" and torch.version.hip is None)
+
+
 def register_kernels(device_type: str, kernels: Kernels) -> None:
     """Uses `kernels` for tensors on `device_type` from now on.
 

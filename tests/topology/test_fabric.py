@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.topology.fabric import NETWORK_SECONDS, fabric_of, network_of_nics, sender_nics
+from gradwire.topology.fabric import NETWORK_SECONDS, fabric_of, network_of_nics, sender_nics, slowest_memory
 from gradwire.topology.graph import Machine, Nic, Port
-from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, p4d, pcie_box
+from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, mi300x, p4d, pcie_box
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,14 @@ def test_nothing_is_said_of_machines_without_known_nvidia_gpus() -> None:
     assert fabric_of(replace(machine, gpus=(unknown, *machine.gpus[1:]))) is None
     amd = tuple(replace(gpu, vendor=0x1002, architecture="gfx942") for gpu in machine.gpus)
     assert fabric_of(replace(machine, gpus=amd)) is None
+
+
+def test_the_memory_of_any_makers_cards_is_known_and_that_of_their_slices_is_not() -> None:
+    assert slowest_memory(mi300x()) == 5300e9 and slowest_memory(cpu_only()) is None
+    box = pcie_box()
+    slow = replace(box.gpus[1], memory_bytes_per_second=1e9)
+    assert slowest_memory(replace(box, gpus=(*box.gpus[:1], slow))) == 1e9
+    assert slowest_memory(replace(box, gpus=(*box.gpus[:1], replace(slow, slices=("MIG-0",))))) is None
 
 
 def test_another_network_is_not_near_the_gpus() -> None:

@@ -3,16 +3,24 @@
 import shutil
 import sys
 from os import terminal_size
+from typing import cast
 
 import pytest
+import torch
 
 from gradwire.comms.autotune import job_advice
+from gradwire.comms.config import Config
 from gradwire.comms.plan.advise import Workload, advise
 from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
+from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second
+from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.report import Report, without_repeated_sentences, wrapped
 from gradwire.comms.step.stepwatch import Observed
+from gradwire.compressors import registry
+from gradwire.compressors.kernels import dispatch, reference
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+from gradwire.topology.presets import strix_halo
 from gradwire.topology.wording import ms
 
 NBYTES = 100_000_000
@@ -120,6 +128,45 @@ def test_steps_farther_apart_than_what_is_saved_make_the_advice_unsure(
         job_advice.advise_job(SLOW, [NBYTES], observed, "adamw", "gloo", job_advice.Running("hierarchical", "none"))
     )
     assert ("not sure: the middle half of these 50 steps took 2900 to 9000 ms" in text) == (high == 9.0), text
+
+
+def of_amds_cards(case: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether compressors have kernels on this made-up CUDA device: as chosen, or as far as that can be foreseen."""
+    monkeypatch.delitem(dispatch.KERNELS_ON, "cuda", raising=False)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if case == "rocm" else None)
+    if case == "reference":
+        monkeypatch.setitem(dispatch.KERNELS_ON, "cuda", cast(dispatch.Kernels, reference))
+    return case == "cuda"
+
+
+@pytest.mark.parametrize("case", ["cuda", "rocm", "reference"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_plans_and_advice_count_torchs_operators_where_there_are_no_kernels(
+    case: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a running job and `predict` give a compressor the same price on the same cards."""
+    kernels = of_amds_cards(case, monkeypatch)
+    machine, layout = strix_halo(), square_layout(NBYTES)
+    cluster, rate = cluster_of_machines(machine, nodes, ranks_per_node=2, intra_bits_per_second=80e9), 0.7 * 256e9
+    assert codec_bytes_per_second(machine) == pytest.approx(rate)
+    predicted = codec_price("int8", layout, 2, rate, kernels=kernels)
+    plans = RankPlans(cluster, 0, "cuda", Config(compressor="int8"), registry.make("int8"))
+    assert plans.payloads is not None
+    price = plans.payloads.price(4 * layout.numel, layout, 2)
+    assert price.seconds(NBYTES) == pytest.approx(predicted.seconds(NBYTES))
+    plan = plans.chooser.plan(4 * layout.numel, layout)
+    if nodes == 1:  # inside a node the slow links alone do not pay for a compressor that is slower still
+        assert any(phase.compressor for phase in plan.phases) == kernels
+        return
+    observed = Observed(step_seconds=2.0, backward_seconds=0.3, exposed_seconds=1.4, steps=50)
+    advice = job_advice.advise_job(cluster, [NBYTES], observed, "sgd", "nccl", EXACT).advice
+    workload = Workload(NBYTES, 0.3, NBYTES, "sgd", bucket_sizes=(NBYTES,))
+    wanted = advise(cluster, workload, [predicted], library="nccl")
+    times = [
+        min(each.plan.seconds for each in of.candidates if each.compressor == "int8" and each.available)
+        for of in (advice, wanted)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=0.01)
 
 
 @pytest.mark.parametrize("columns", [60, 100])

@@ -12,12 +12,14 @@ import torch
 from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.bootstrap.placement import INTER_NODE, PeerInfo, cluster_of
 from gradwire.comms.config import Config
-from gradwire.comms.plan.machine_cluster import cluster_of_machines
+from gradwire.comms.plan.codec_price import SLOWEST_GPU_BYTES_PER_SECOND
+from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second
+from gradwire.comms.plan.payloads import gpu_memory_rate
 from gradwire.comms.plan.planner import plan_all_reduce
-from gradwire.topology.fabric import fabric_of
+from gradwire.topology.fabric import fabric_of, slowest_memory
 from gradwire.topology.host_summary import Hardware
 from gradwire.topology.levels import levels_of
-from gradwire.topology.presets import dgx_h100, gb200_nvl72, p4d
+from gradwire.topology.presets import dgx_h100, gb200_nvl72, mi300x, p4d
 from support.simulate import simulate
 
 
@@ -92,7 +94,8 @@ def gpu_ranks(
     for peer_info in peer_infos(hosts):
         local = seen.setdefault(peer_info.host[0], 0)
         seen[peer_info.host[0]] += 1
-        facts = Hardware(370.8e9, 384e9, f"mlx5_{nics[local]}", nics=8, fabric=fabric)
+        memory = slowest_memory(dgx_h100())
+        facts = Hardware(370.8e9, 384e9, f"mlx5_{nics[local]}", nics=8, fabric=fabric, memory_bytes_per_second=memory)
         rate = config.given_rate
         found.append(replace(peer_info, device="cuda", hardware=replace(facts, **changes), nic_bytes_per_second=rate))
     return found, config
@@ -108,12 +111,25 @@ def test_cuda_ranks_plan_with_nccls_latencies_and_all_nics() -> None:
     assert not intra.presumed and not inter.presumed
 
 
+def test_cards_without_a_fabric_have_the_memory_of_the_slowest_of_them() -> None:
+    """NCCL's model has no AMD GPU; what codecs cost on one is known all the same."""
+    amd = {"fabric": fabric_of(mi300x()), "memory_bytes_per_second": slowest_memory(mi300x())}
+    infos, config = gpu_ranks("a" * 8 + "b" * 8, **amd)
+    cluster = cluster_of(infos, config)
+    assert cluster.fabric is None and gpu_memory_rate(cluster) == codec_bytes_per_second(mi300x())
+    slow = replace(infos[3], hardware=replace(infos[3].hardware, memory_bytes_per_second=1e9))
+    assert gpu_memory_rate(cluster_of([*infos[:3], slow, *infos[4:]], config)) == 0.7e9
+    unknown = replace(infos[3], hardware=replace(infos[3].hardware, memory_bytes_per_second=None))
+    assert gpu_memory_rate(cluster_of([unknown, *infos[1:]], config)) == SLOWEST_GPU_BYTES_PER_SECOND
+
+
 def test_hosts_of_one_nvlink_domain_are_joined_by_nvlink_and_others_by_their_nics() -> None:
     """Two trays of an NVL72: 722 GB/s a GPU between them as inside, whatever their cards have."""
     machines = cluster_of_machines(gb200_nvl72(), 2)
     rate = machines.levels[0].link.bytes_per_second
     assert rate == pytest.approx(721.8e9)
-    tray: dict[str, Any] = {"intra_node": rate, "fabric": fabric_of(gb200_nvl72()), "nvlink_domain": "aa/1"}
+    tray: dict[str, Any] = {"intra_node": rate, "fabric": fabric_of(gb200_nvl72()), "nvlink_domain": "aa/1",
+                            "memory_bytes_per_second": slowest_memory(gb200_nvl72())}  # fmt: skip
     infos, config = gpu_ranks("aaaabbbb", **tray)
     inter = cluster_of(infos, config).levels[1].link
     assert (inter.bytes_per_second, inter.alpha_seconds, inter.nvlink) == (4 * rate, 3.4e-6, True)

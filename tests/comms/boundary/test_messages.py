@@ -191,7 +191,6 @@ FABRIC = GpuFabric(
     amd_cpu=False,
     network="roce",
     network_seconds=0.0,
-    memory_bytes_per_second=3.35e12,
 )
 HARDWARE = Hardware(1e9, 2e9, "mlx5_0", fabric=FABRIC, fastest=("a", "b"))
 PEER_INFO = PeerInfo(

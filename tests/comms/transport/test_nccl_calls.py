@@ -417,7 +417,6 @@ def test_which_groups_a_switch_sums_for() -> None:
         amd_cpu=False,
         network="infiniband",
         network_seconds=0.0,
-        memory_bytes_per_second=3.35e12,
     )
     for name, wanted in {"2x4": (True, True, False), "1x4": (True, True, True), "4x1": (False, False, False)}.items():
         cluster = CLUSTERS[name]
