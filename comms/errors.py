@@ -7,7 +7,8 @@ class PeerError(RuntimeError):
     Args:
         message: Text of the error.
         missing: Ranks of the group that are known to have failed: they never joined, or have exited since. Empty if it
-            is not known which rank failed, as after an abort or a failed operation.
+            is not known which rank failed, as after an abort or a failed operation. A transport of `Groups` names the
+            communicator's ranks, whichever of them it joins.
 
     Attributes:
         missing: Ranks of the group that are known to have failed; empty if that is not known.

@@ -126,7 +126,8 @@ class FailureReporter(ABC):
         Args:
             error: Error that the transport raised.
             phase: Operation and phase, such as `all_reduce inter_node`.
-            members: Ranks of the failed collective, as the group numbers them; empty if unknown.
+            members: Ranks of the failed collective, as the group numbers them; empty if unknown. Without the store
+                they are probed first.
             launches: Number of launches that this rank has started, if all ranks count them.
             waiting: Whether the device waits for other ranks.
         """
@@ -383,7 +384,8 @@ class StoreFailureReporter(FailureReporter):
         Args:
             error: Error that the transport raised.
             phase: Operation and phase, such as `all_reduce inter_node`.
-            members: Ranks of the failed collective, as the group numbers them; empty if unknown.
+            members: Ranks of the failed collective, as the group numbers them; empty if unknown. Without the store
+                they are probed first.
             launches: Number of launches that this rank has started, if all ranks count them.
             waiting: The device waits for other ranks. After a timeout, a rank whose device does not, and which has
                 started fewer launches than another one, is the missing rank.
@@ -392,9 +394,9 @@ class StoreFailureReporter(FailureReporter):
             The error for every future of this rank.
         """
         # What this rank knows by itself.
-        missing_of = error.missing if isinstance(error, PeerError) and members else ()
-        # A peer may have named the places, so they need not be places of the collective.
-        dead = {self._group[members[index]] for index in missing_of if 0 <= index < len(members)}
+        missing_of = error.missing if isinstance(error, PeerError) else ()
+        # A peer may have named them, so they need not be ranks of this communicator.
+        dead = {self._group[rank] for rank in missing_of if 0 <= rank < len(self._group)}
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         overdue = PeerFailure.of(error).source == OVERDUE
         first = self.failures.first

@@ -57,8 +57,7 @@ class FailureHandler:
 
         Args:
             where: Name of the collective, for the message.
-            members: Ranks of the collective, by their numbers in this communicator; `error.missing` holds indices into
-                it.
+            members: Ranks of the collective, by their numbers in this communicator, as are those of `error.missing`.
             error: Error that the collective raised.
             first: Called before anything else, if nothing has failed before.
 
@@ -100,8 +99,7 @@ class FailureHandler:
 
         Args:
             where: Name of the collective that has failed on this rank, for the message.
-            members: Ranks of that collective, by their numbers in this communicator; `error.missing` holds indices into
-                it.
+            members: Ranks of that collective, by their numbers in this communicator, as are those of `error.missing`.
             error: Error that the collective raised.
 
         Returns:

@@ -422,7 +422,13 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
 
             peer_wait = self.peer_wait(members)
             return ShmGroup.create(
-                self._store, index, size, key=f"shm/{name}", timeout=self._timeout, peer_wait=peer_wait
+                self._store,
+                index,
+                size,
+                key=f"shm/{name}",
+                timeout=self._timeout,
+                peer_wait=peer_wait,
+                members=members,
             )
         if self._transport == "mpi":
             from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for

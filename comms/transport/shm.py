@@ -118,10 +118,13 @@ class ShmGroup:
     Thread safety: collectives are called from one thread at a time. `abort` may be called from any thread.
     """
 
-    def __init__(self, group: native.SharedMemoryGroup, rank: int, size: int) -> None:
+    def __init__(
+        self, group: native.SharedMemoryGroup, rank: int, size: int, members: Sequence[int] | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self._native = group
+        self._members = range(size) if members is None else members
 
     @classmethod
     def create(
@@ -134,6 +137,7 @@ class ShmGroup:
         timeout: timedelta,
         block_nbytes: int | None = None,
         peer_wait: PeerWait | None = None,
+        members: Sequence[int] | None = None,
     ) -> "ShmGroup":
         """Maps shared memory together with the other ranks; returns when all of them have mapped it.
 
@@ -145,6 +149,7 @@ class ShmGroup:
             timeout: Longest wait for a peer, here and in each collective.
             block_nbytes: Bytes of one staging block, a multiple of 64; each rank has three. None: `BLOCK_NBYTES`.
             peer_wait: Liveness check while ranks that have not arrived are waited for; None disables it.
+            members: Rank in the job of each rank of the group, for `PeerError.missing`; None: they are the same.
 
         Raises:
             OSError: Rank 0 cannot allocate the memory, or this rank cannot map it.
@@ -162,7 +167,13 @@ class ShmGroup:
             )
         if timeout <= timedelta(0):
             raise ValueError(f"`timeout` is {timeout}; wanted a positive duration")
-        return cls(open_group(store, rank, size, key, timeout, block, peer_wait), rank, size)
+        try:
+            opened = open_group(store, rank, size, key, timeout, block, peer_wait)
+        except PeerError as error:
+            if members is not None:
+                error.missing = tuple(members[index] for index in error.missing)
+            raise
+        return cls(opened, rank, size, members)
 
     def _finish(self, passed: bool) -> Done:
         """Returns a finished work, or raises the error of a native call that has failed (`passed` is False).
@@ -177,7 +188,8 @@ class ShmGroup:
         if mismatch:
             raise MismatchError(reason)
         raise PeerError(
-            f"shared-memory group of {self.size} (ranks as in it), seen from rank {self.rank}: {reason}", tuple(missing)
+            f"shared-memory group of {self.size} (ranks as in it), seen from rank {self.rank}: {reason}",
+            tuple(self._members[index] for index in missing),
         )
 
     def _check_bounds(self, tensor: Tensor, bounds: Sequence[int]) -> list[int]:

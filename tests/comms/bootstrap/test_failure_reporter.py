@@ -107,3 +107,20 @@ def test_who_is_no_rank_of_the_group_is_not_missing(named: list[int], monkeypatc
             store.set("verdict", verdict)
         error = reporter.diagnose(PeerError("a rank is gone", tuple(named[:1])), "all_reduce", (0,))
         assert error.missing == () and "none of the 3 ranks is missing" in str(error), error
+
+
+def test_a_lost_rank_is_named_whichever_ranks_its_collective_joined() -> None:
+    """Ranks 1 and 3 of a node share memory for one step of a plan; rank 1 is alive."""
+    store = HashStore()
+    report = {"dead": [], "launches": 0, "waiting": True, "overdue": False, "seen": "", "own": False}
+    for rank in (0, 1):
+        store.set(f"report/{rank}", json.dumps({**report, "phase": ""}))
+    error = StoreFailureReporter(store, 2, 4).diagnose(
+        PeerError("a rank is gone", (3,)), "reduce_scatter", (0, 1, 2, 3)
+    )
+    assert error.missing == (3,)
+    store = HashStore()
+    for rank in (0, 2):
+        store.set(f"report/{rank}", json.dumps({**report, "phase": ""}))
+    error = StoreFailureReporter(store, 1, 4).diagnose(PeerError("a rank is gone", (3,)), "reduce_scatter", (1, 3))
+    assert error.missing == (3,)

@@ -155,6 +155,23 @@ def test_a_rank_that_never_comes_to_create() -> None:
     assert not left_since(before)
 
 
+def test_ranks_are_missing_by_their_numbers_in_the_job() -> None:
+    """A plan may join two of a node's ranks: the second of them is not the second of the node."""
+    store, pair, seconds = HashStore(), (2, 3), timedelta(seconds=1)
+
+    def body(place: int) -> None:
+        group = ShmGroup.create(store, place, 2, key="pair", timeout=seconds, members=pair)
+        if place == 0:
+            with pytest.raises(PeerError, match=r"rank 1 (did not come|has died or closed)") as caught:
+                group.all_reduce(torch.ones(10))
+            assert caught.value.missing == (3,)
+
+    run_ranks(2, body)
+    with pytest.raises(PeerError, match="did not come") as caught:
+        ShmGroup.create(HashStore(), 0, 2, key="lonely", timeout=timedelta(seconds=0.3), members=pair)
+    assert caught.value.missing == (3,)
+
+
 @pytest.mark.parametrize(("rank", "gone"), [(0, 7), (1, 4)])
 def test_a_rank_that_has_ended_before_it_came_to_create(rank: int, gone: int) -> None:
     """Law: it is named as soon as its kernel says so, whatever the time-out."""
