@@ -226,7 +226,10 @@ def _why_not(model: DistributedDataParallel) -> str | None:
         return "may skip the last bucket of a step (skip_all_reduce_unused_params), by which a hook detects its end"
     if steps_in_backward(model):
         return "has an optimizer that steps in backward, for which DDP registers a hook of its own"
-    return None
+    from gradwire.comms.transport.groups import why_unusable  # here: torch is not through yet
+
+    unusable = next((why for each in model.parameters() if (why := why_unusable(each.device)) is not None), None)
+    return None if unusable is None else f"is {unusable}"
 
 
 def _check_for_models(optimizer: Optimizer, args: object, named: object) -> None:

@@ -186,6 +186,7 @@ class AveragingSession:
         reduction: Compressor | None = None,
         previous: "AveragingSession | None" = None,
     ) -> None:
+        check_transport(config.transport_name, device)  # before a compressor is prepared there
         self.group = ranks.group
         self._config = config
         self._failure_policy = ranks.failure_policy

@@ -36,6 +36,7 @@ from gradwire.comms.sharded.param_groups import (
 from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
 from gradwire.comms.step.loaded import LoadConsistencyCheck
 from gradwire.comms.streams import HostClock
+from gradwire.comms.transport.groups import why_unusable
 from gradwire.comms.transport.launch_order import SerializesLaunches
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
@@ -404,6 +405,8 @@ def _error_of(
             "`model` has an all-reduce hook or collectives of its own already: call gradwire.fsdp.apply() once, and "
             "leave out set_all_reduce_hook, set_custom_all_gather and set_custom_reduce_scatter"
         )
+    if (why := why_unusable(param_groups[0].device)) is not None:
+        return f"`model` is {why}"
     if (unfit := unfit_option(config)) is not None:
         return unfit
     # Compare the options and `replicas` with the meshes of the model: replicated, sharded without and with replicas.

@@ -182,6 +182,20 @@ FIRST_LANE: Lane = (0, 0)
 """Lane whose transports serve all lanes on CUDA, where collectives are issued in one order."""
 
 
+def why_unusable(device: torch.device) -> str | None:
+    """Returns why no transport takes tensors of a device, in words that continue the name of what is there; or None.
+
+    Args:
+        device: Device of gradients. CUDA is NVIDIA's and AMD's GPUs; Intel's (xpu) and Apple's (mps) are not taken.
+    """
+    if device.type in ("cpu", "cuda"):
+        return None
+    return (
+        f"on {device}; wanted cpu or cuda (NVIDIA's and AMD's GPUs): no transport here takes tensors of other devices, "
+        "so train there without gradwire"
+    )
+
+
 def check_transport(transport: str, device: torch.device | None = None) -> None:
     """Checks that this process can use a transport.
 
@@ -196,11 +210,8 @@ def check_transport(transport: str, device: torch.device | None = None) -> None:
         RuntimeError: `transport` is mpi, and mpi4py cannot be loaded or MPI does not support threads.
     """
     if device is not None:
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"the gradients are on {device}; wanted cpu or cuda (NVIDIA's and AMD's GPUs): no transport here "
-                "takes tensors of other devices, so train without it there"
-            )
+        if (why := why_unusable(device)) is not None:
+            raise ValueError(f"the gradients are {why}")
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
         if transport == "gloo" and device.type == "cuda":

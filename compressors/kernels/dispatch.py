@@ -17,6 +17,11 @@ DGC_FAMILY, POWERSGD_FAMILY = "dgc", "powersgd"
 """Families of kernels beside those of block formats (`BlockFormat.family`)."""
 
 
+OPERATORS_COST = "5 to 140"
+"""Bytes that torch's operators read and write for those of a kernel, by compressor: the least are dgc's, the most
+waterfill's. Counted, as in `comms.plan.codec_price.CODEC_FACTS`, to which a test holds it."""
+
+
 class Kernels(Protocol):
     """Functions that a set of kernels offers, for the tensors of one type of device.
 
@@ -198,7 +203,12 @@ def prepare_kernels(device: torch.device, families: Collection[str]) -> None:
 
 
 def _warn_of_reference(error: Exception) -> None:
-    logger.warning("gradwire: compressors run in torch operators, which are slower on a GPU: %s", error)
+    logger.warning(
+        "gradwire: compressors run in torch operators, which are slower on a GPU, as they read and write %s times as "
+        "many bytes as kernels; advise() counts that: %s",
+        OPERATORS_COST,
+        error,
+    )
 
 
 def kernels_name(device: torch.device) -> str:

@@ -133,8 +133,12 @@ def test_a_cuda_tensor_asks_for_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch
 def test_a_device_without_kernels_takes_the_reference_and_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """AMD's: CuPy, which could be there for another program, is not imported, and the cost is said."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "AMD Instinct MI300X")
+    monkeypatch.setattr(importlib, "import_module", pytest.fail)
     monkeypatch.delitem(kernels.KERNELS_ON, "cuda", raising=False)
     device = torch.device("cuda", 1)
     try:
@@ -143,7 +147,7 @@ def test_a_device_without_kernels_takes_the_reference_and_one_warning(
     finally:
         kernels.KERNELS_ON.pop("cuda", None)
     warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert len(warned) == 1 and "torch was built for ROCm 7.0" in warned[0]
+    assert len(warned) == 1 and "torch was built for ROCm 7.0" in warned[0] and "5 to 140 times as many" in warned[0]
 
 
 @pytest.mark.parametrize("slots", [1, 7, 396])

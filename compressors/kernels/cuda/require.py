@@ -132,7 +132,7 @@ def require_cupy(device_index: int) -> ModuleType:
         CudaKernelsError: They do not fit; the message says what to install.
     """
     count = torch.cuda.device_count()
-    cupy, problem = _import_cupy() if count else (None, "not looked for")
+    cupy, problem = _import_cupy() if count and torch.version.hip is None else (None, "not looked for")
     capability, name = (0, 0), ""
     built_for, driver = (None, 0) if cupy is None else _versions(cupy)
     if count:

@@ -88,6 +88,12 @@ def test_without_kernels_the_price_is_that_of_torchs_operators(name: str, monkey
     assert slow > 4 * fast
 
 
+def test_the_warning_about_missing_kernels_has_the_cost_that_is_counted() -> None:
+    times = sorted(each.operators_nbytes / each.touched_nbytes for name, each in CODEC_FACTS.items() if name != "none")
+    least, most = map(int, dispatch.OPERATORS_COST.split(" to "))
+    assert least == int(times[0]) and most - 10 < times[-1] <= most
+
+
 @pytest.mark.parametrize("nbytes", [1, 4, 1 << 20, 4 * 1024 * 1024 + 4, 113_200_000])
 def test_an_unknown_gradient_has_the_size_that_was_given(nbytes: int) -> None:
     assert 4 * square_layout(nbytes).numel == pytest.approx(nbytes, abs=4)

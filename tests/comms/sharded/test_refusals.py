@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import gradwire
 import gradwire.fsdp
 from gradwire.comms.bootstrap import failure_reporter
+from gradwire.comms.sharded.param_groups import ShardedParamGroup
 from support.processes import Processes
 from support.sharded import Tiny, applied, job, mesh_of, sharded, train
 
@@ -73,6 +75,9 @@ def refusals(rank: int) -> list[str]:
         gradwire.fsdp.apply(with_complex(mesh), replicas=replicas)
         for mixed in with_several_dtypes(mesh):
             refused("`weights` is 'int8'.*torch.bfloat16, torch.float32.*gathers as bytes", mixed, weights="int8")
+        here = torch.device("xpu", 0) if rank == 1 else torch.device("cpu")
+        with patch.object(ShardedParamGroup, "device", here):  # of one rank: no other may go on
+            refused("`model` is on xpu:0; wanted cpu or cuda", sharded(mesh["shard"]), replicas=replicas)
         model, _ = applied(mesh)
         refused("hook or collectives of its own already", model, replicas=replicas)
         for inside in (sharded(mesh["shard"]), blocks):  # a DDP hook would never be called

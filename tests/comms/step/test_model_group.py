@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import gradwire
 from gradwire.comms import automatic
 from gradwire.comms.bootstrap import compat
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from support.processes import Processes, Said
 
 MADE_FROM = ["ddp", "group", "module", "compiled", "nothing", "bound later", "module before", "other group"]
@@ -137,6 +139,46 @@ def test_an_optimizer_in_backward_of_parameters_that_ddp_ignores_is_none_of_its(
     model = DistributedDataParallel(inner)
     model.register_comm_hook(gradwire.HookState(model), gradwire.comm_hook)
     model(torch.ones(1, 2)).sum().backward()
+
+
+class Elsewhere(nn.Parameter):
+    """Says that it is on another device: torch's builds for XPU and MPS need a machine that has one."""
+
+    kind = "xpu"
+    device = property(lambda self: torch.device(self.kind, 0))  # type: ignore[assignment]  # torch's is an attribute
+
+
+def elsewhere(kind: str) -> nn.Linear:
+    model = nn.Linear(2, 1)
+    model.weight = type("OnOne", (Elsewhere,), {"kind": kind})(model.weight.detach())
+    model.bias = None  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+@pytest.mark.parametrize("compressor", ["none", "int8"])
+def test_intels_and_apples_gpus_are_refused_in_words(
+    kind: str, compressor: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the ranks meet, without a warning about kernels that would not have been used, and without CuPy."""
+    with pytest.raises(ValueError, match=rf"on {kind}:0; wanted cpu or cuda .* train there without gradwire"):
+        gradwire.HookState(elsewhere(kind), compressor=compressor)
+    assert not caplog.records and kind not in KERNELS_ON and "cupy" not in sys.modules
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_variable_leaves_a_model_on_xpu_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever sets it for all jobs has not asked for an error in a script that trains."""
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    model.module.weight = elsewhere("xpu").weight
+    monkeypatch.setenv("GRADWIRE_HOOK", "int8")
+    automatic._add(model)
+    (line,) = caplog.messages
+    assert not compat.comm_hook_name(model)
+    assert "a DistributedDataParallel is on xpu:0; wanted cpu or cuda" in line and "torch reduces its gradients" in line
 
 
 def left_alone(rank: int) -> tuple[str, list[str]]:
