@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from gradwire.bench.meeting import GivenJob
+
 AfterStep = Callable[[int, int, int], None]
 """Callback after a step of the script's first optimizer with (number of steps made, bytes of the gradients of all
 optimizers' parameters, bytes of their trainable parameters without a gradient)."""
@@ -19,7 +21,8 @@ optimizers' parameters, bytes of their trainable parameters without a gradient).
 def run_until(steps: int, words: Sequence[str], after_step: AfterStep) -> None:
     """Runs a script as `python SCRIPT ...` would, and ends the process with status 0 right after step `steps`.
 
-    It returns only if the script ends before. sys.argv and sys.path are those of the script from here on.
+    It returns only if the script ends before. sys.argv and sys.path are those of the script from here on. If the ranks
+    of the job cannot meet as the script has it, it ends the process with status 1; see `gradwire.bench.meeting`.
 
     Args:
         steps: Number of steps of the script's first optimizer.
@@ -53,6 +56,7 @@ def run_until(steps: int, words: Sequence[str], after_step: AfterStep) -> None:
     sys.argv = list(words)
     sys.path[0] = str(Path(words[0]).resolve().parent)
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        with GivenJob.read().watched():
+            runpy.run_path(words[0], run_name="__main__")
     finally:
         hook.remove()

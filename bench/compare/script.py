@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from gradwire.bench.emulation.fork import BAD_FLAG
 from gradwire.bench.emulation.launch import Ranks, held_port, python_module
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.signals import EndedBySignal, clean_end
+from gradwire.bench.meeting import refusal_of
 from gradwire.bench.nccl_tests.ranks import World, meet
 from gradwire.bench.nccl_tests.start import Start, find_start, speaks
 from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, progress_bar
@@ -131,9 +132,13 @@ class ConfigurationRun:
     def _why_not(self, steps: int) -> str:
         """Returns why there are no figures, with the last lines of the rank that failed first, or else came least far.
 
+        If the ranks cannot meet as the script has it, it is what the first of them has said of that.
+
         Args:
             steps: Number of steps that all ranks have made.
         """
+        if (why := refusal_of(chain.from_iterable(self.other.values()))) is not None:
+            return why
         made = f"it made {steps} steps on all ranks, {WARM_UP_STEPS + 2} are needed; "
         if not (ranks := {*self.other, *self.failures}):
             return made + "it printed nothing"
@@ -424,7 +429,7 @@ def _show(
     if options.json == STDOUT:
         return
     console = CleanConsole(highlight=False, markup=False)
-    foreign = {run.name: hook for run in runs.found if (hook := run.unexpected_hook()) is not None}
+    foreign = {run.name: hook for run in runs.found if run.records and (hook := run.unexpected_hook()) is not None}
     for run in runs.found:
         made = min((len(own) for own in run.records.values()), default=0) - WARM_UP_STEPS
         if 2 <= made < options.rounds:

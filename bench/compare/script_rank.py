@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.configuration import nic_nbytes
+from gradwire.bench.meeting import GivenJob
 from gradwire.bench.steps import run_until
 from gradwire.comms import automatic
 from gradwire.comms.bootstrap.compat import comm_hook_name, ddp_models
@@ -39,12 +40,15 @@ def main(argv: Sequence[str]) -> None:
             empty text), the script, and its arguments.
     """
     steps, configuration, interface, *words = argv
+    job = GivenJob.read()
     losses: list[Tensor] = []
     _note_losses(losses)
     if configuration in TORCH_HOOKS:
         _register_on_all_models(TORCH_HOOKS[configuration])
 
     def report(step: int, nbytes: int, unused_nbytes: int) -> None:
+        if step == 1 and (why := job.why_apart()) is not None:
+            job.refuse(why)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             # The step is over when the device is done with it.
             torch.cuda.synchronize()

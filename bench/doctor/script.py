@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from gradwire.bench.doctor.facts import ScriptRun
+from gradwire.bench.meeting import GivenJob, refusal_of, say
 from gradwire.topology.gdr.inputs.environment import child_environment
 
 STEPS = 12
@@ -60,7 +61,7 @@ def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> Scr
                 child.wait()
             seconds = time.monotonic() - began
             output.seek(0)
-            said = output.read()[-2000:].decode("utf-8", "replace").strip().splitlines()
+            said = output.read().decode("utf-8", "replace").strip().splitlines()
         return replace(read_record(record, child.returncode, late, said), seconds=seconds)
 
 
@@ -71,7 +72,7 @@ def read_record(record: Path, status: int, late: bool, said: list[str]) -> Scrip
         record: File with a line for each step, as `_RECORD` has it.
         status: Exit status of the script, negative for a signal.
         late: Whether the doctor ended it because its time was up.
-        said: Last lines of its output, of which an error quotes the last.
+        said: Lines of its output, of which an error quotes the last.
     """
     # Compute the times between steps, without the warm-up steps if there are enough others.
     lines = record.read_text().splitlines() if record.exists() else []
@@ -90,6 +91,8 @@ def read_record(record: Path, status: int, late: bool, said: list[str]) -> Scrip
         )
     elif status and not late:
         error = f"the script failed with status {status} after {len(rows)} optimizer steps; {last}"
+    # A script whose ranks do not meet has said why, and what to write.
+    error = refusal_of(said) or error
     # The split of the steps' time and the line at which the script stood are in files of their own.
     stands = Path(f"{record}{STANDS}")
     beside = Path(f"{record}{SPLIT}")
@@ -121,10 +124,13 @@ def main(argv: list[str]) -> None:
     from gradwire.comms.observe.stack import line_of_thread
 
     record, *words = argv
+    job = GivenJob.read()
 
     def after_step(steps: int, nbytes: int, unused_nbytes: int) -> None:
         with Path(record).open("a") as file:
             file.write(_RECORD % (nbytes, time.perf_counter(), unused_nbytes))
+        if steps == 1 and (why := job.why_apart()) is not None:
+            say(why)  # its ranks may meet without torch, as Horovod's do: what they measure is still theirs
         if steps == WARM_UP_STEPS:
             split.begin()
         elif steps > WARM_UP_STEPS:

@@ -304,11 +304,11 @@ def ddp_models() -> list[DistributedDataParallel]:
     return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), DistributedDataParallel)]
 
 
-def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[], None]:
-    """Replaces a method of one of torch's classes by `call(method, self, ...)`, for calls from Python.
+def wrap_method(kind: object, name: str, call: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a method of a class by `call(method, self, ...)`, or a module's function, for calls from Python.
 
     Args:
-        kind: Class whose method is replaced.
+        kind: Class whose method is replaced, or module whose function is.
         name: Name of the method.
         call: Called with the original method and its arguments.
 

@@ -263,6 +263,21 @@ def test_a_configuration_that_no_model_takes_is_not_compared(
     assert "pages on FSDP2" in shown and "Take gradwire" not in shown
 
 
+def test_a_configuration_that_failed_is_not_said_to_have_no_model(
+    capsys: pytest.CaptureFixture[str], on_replaced_nodes: Callable[..., list[str]]
+) -> None:
+    def run(options: argparse.Namespace, nodes: list[int], runs: _Runs) -> None:
+        for name, seconds in ((PLAIN, [2.0] * 4), ("gradwire int8", None)):
+            runs.begin(name)
+            runs.found[-1] = run_of(name, *([] if seconds is None else [records(seconds)]), said="")
+        runs.found[-1].line(0, "KeyError: 'data'")
+
+    assert main(on_replaced_nodes(run_emulated=run)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "KeyError: 'data'" in shown and "No other configuration was measured" in shown
+    assert "trains no DistributedDataParallel" not in shown
+
+
 class FailingCluster:
     """Stands for emulated nodes on which rank 1 of a script fails."""
 
