@@ -233,7 +233,8 @@ class Planning:
 
     timeout: timedelta = timedelta(0)
     """Time after which a collective fails on all ranks. 0 takes the time-out of the process group: torch's defaults are
-    10 minutes for NCCL and 30 for gloo."""
+    10 minutes for NCCL and 30 for gloo. In shared memory it counts anew for each rank that is waited for, on CUDA from
+    the end of the step."""
 
     hostname: str | None = None
     """Name of the node that this rank is on (own on every rank): ranks with equal names share a node. Units above it

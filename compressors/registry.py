@@ -18,10 +18,15 @@ A block codec has kernels under the name `BlockFormat.family`. It has a place in
 - csrc/cuda: a file that is named as the family; its functions in `ENTRY_POINTS` of kernels/cuda/load.py, and their
   grids in `FAMILIES` of kernels/cuda/families.py; without a file, GPUs use the reference kernels, after a warning;
 - `CALLS` of bench/kernels/calls.py, for `gradwire selftest`, and `CODECS` of tests/support/block_codecs.py, by which
-  all sets of kernels are compared; tests/kernels_on_cpu/cases.py and `FAMILIES` of
-  tests/fake_cuda/test_compressed_streams.py have one codec of each kind.
+  all sets of kernels are compared, with `HEADS` beside it if a payload begins with floats;
+  tests/kernels_on_cpu/cases.py and `FAMILIES` of tests/fake_cuda/test_compressed_streams.py have one codec of each
+  kind.
 
-tests/compressors/test_registry.py and the tests in tests/csrc say what is missing.
+Bits on other processors are compared by tests/aarch64/vectors.py and tests/digests. A block of more than 1024 elements
+needs another `SHARD_ALIGN` (two_stage.py).
+
+tests/compressors/test_registry.py and the tests in tests/csrc say what is missing; `python docs/capabilities.py` writes
+the page that lists every compressor.
 """
 
 import inspect

@@ -29,6 +29,11 @@ A job on CPUs mostly learns of an exit by a collective of its own, which raises:
 - NCCL sees nothing. The liveness ring does, within a second; after 11 s if a host is lost.
 - While ranks connect, `PeerWait` of probe.py probes those that have not come, after 1, 2, 4, ... 15 s.
 
+What is raised on one rank while it lives, in the hook before anything is sent (planning, packing, a listener) or in the
+script itself, is told to nobody: on all ranks alike it is no failure of the group, and training can go on. If it was on
+one rank alone and ends the process, the others learn of it as of any exit. If the script catches it, they wait for this
+rank until `timeout`. What fails in a lane, or on CUDA in `StreamExecutor.start` or `release`, is told at once.
+
 So an exit is noticed at the next collective with that rank, unless there is a ring: on CUDA, and in elastic training.
 A process that is stopped, but has not exited, is noticed by heartbeats in elastic training (10 s), else by `timeout`.
 

@@ -52,7 +52,9 @@ class ElasticHookState(HookState):
     ) -> None:
         self._elastic = ElasticTraining(self, extra_state, on_membership_change)
         super().__init__(model_or_group, config=config, extra_state=(), on_membership_change=None, **options)
-        self._backward.kept = ()  # A failed step is repeated, so its futures stay open.
+        # A step that failed by a lost rank is repeated (`ResilientOps`), so its futures stay open. Any other error
+        # leaves the hook at once, and DDP's reducer cannot be used any more.
+        self._backward.kept = ()
 
     def bind(self, model: nn.Module) -> None:
         """Binds the DDP model as `HookState.bind` does, and gives it a process group that changes with the ranks."""

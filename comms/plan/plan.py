@@ -35,7 +35,7 @@ class Phase:
     op: str
     """`reduce_scatter`, `all_reduce` or `all_gather`."""
     level: int
-    """Index into the cluster's levels; an all_reduce at level 0 with `whole` joins all ranks in one ring."""
+    """Index into the cluster's levels; that of the outermost one if `whole`."""
     parts: int = 1
     """Shards that a region is cut into (reduce_scatter, all_gather): one for each rail."""
     whole: bool = False

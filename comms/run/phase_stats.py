@@ -57,7 +57,8 @@ class PhaseTotals:
 class PhaseStats:
     """Counts calls, bytes and seconds of each phase.
 
-    Thread safety: all methods may be called from any thread, `read_times` and `totals` from one at a time.
+    Thread safety: all methods may be called from any thread, `read_times` and `totals` from one at a time. On CUDA one
+    thread issues and reads, so `read_times` changes totals without the lock.
 
     Args:
         clock: Clock of the device: the host's on a CPU, events on CUDA.

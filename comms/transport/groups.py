@@ -16,7 +16,13 @@ far as it has something for them. It also has a place in
   and only for the others what `Config.transport_name` asks for;
 - the table of bootstrap/failures.py, if it finds out by itself that a rank has ended;
 - `leave_to_parent` of bootstrap/forks.py, if it has sockets, which a forked child must not hold open;
-- tests/comms/transport/test_waits.py, if it has a wait without a time limit.
+- `TRANSPORT_MODULES` of docs/capabilities.py, and the row of `transport` in docs/reference/hook.md;
+- `PARSERS` of tests/comms/boundary/test_messages.py, if it parses bytes of other ranks; the table of threads.py and
+  `THREADS` of tests/comms/bootstrap/test_thread_failures.py, if it has a thread;
+- tests/comms/transport/test_waits.py, if it has a wait without a time limit; `OFF` of
+  tests/comms/step/test_loaded_modules.py, as a job that does not ask for it does not load it.
+
+Works are waited for in another thread than the one that issues them, several lanes at a time.
 
 No other folder asks for its class (tests/test_layers.py): what differs is said by a protocol below.
 
