@@ -21,9 +21,9 @@ MOST_LINES = {
     "topology": 9_460,
     "compressors": 4_100,
     "comms": 25_185,
-    "bench": 12_900,
+    "bench": 12_911,
     "gradwire": 1_479,
-    "bench/studies": 5_610,
+    "bench/studies": 5_630,
 }
 """Folder -> lines of code: no blank lines, comments and docstrings; `bench` without its studies, which are not in the
 wheel."""

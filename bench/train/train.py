@@ -49,7 +49,7 @@ def check_hook(hook: str) -> None:
 
 
 def attach_hook(
-    model: DistributedDataParallel, hook: str, nic_bytes_per_second: float | None = None
+    model: DistributedDataParallel, hook: str, nic_bytes_per_second: float | None = None, node: str | None = None
 ) -> gradwire.HookState | None:
     """Registers a communication hook.
 
@@ -57,6 +57,7 @@ def attach_hook(
         model: Model that gets the hook, in place; nothing is registered for `plain`.
         hook: "plain", "torch-fp16", "gradwire", or "gradwire:" and the name of a compressor; see `check_hook`.
         nic_bytes_per_second: Rate of a node's link; None if unknown, then gradwire assumes one.
+        node: Name of this rank's node; None leaves it to GRADWIRE_HOSTNAME, else to the machine.
 
     Returns:
         The state of gradwire's hook; None for the others.
@@ -67,7 +68,10 @@ def attach_hook(
     check_hook(hook)
     name, _, compressor = hook.partition(":")
     if name == "gradwire":
-        return gradwire.attach(model, compressor=compressor or None, nic_bytes_per_second=nic_bytes_per_second)
+        placed = {} if node is None else {"hostname": node}
+        return gradwire.attach(
+            model, compressor=compressor or None, nic_bytes_per_second=nic_bytes_per_second, **placed
+        )
     if hook == "torch-fp16":
         model.register_comm_hook(None, fp16_compress_hook)
     return None
@@ -84,6 +88,7 @@ class HookTraining:
         context: int,
         nic_bytes_per_second: float | None = None,
         device: torch.device = CPU,
+        node: str | None = None,
     ) -> None:
         """Makes the model (the same one for every hook) and registers the hook.
 
@@ -93,11 +98,12 @@ class HookTraining:
             context: Bytes in a sequence.
             nic_bytes_per_second: Rate of a node's link; None if unknown, then gradwire assumes one.
             device: Device on which the model trains.
+            node: Name of this rank's node, see `attach_hook`.
         """
         self.hook = hook
         self.device = device
         self.model = DistributedDataParallel(ByteTransformer(context=context).to(device))
-        self.state = attach_hook(self.model, hook, nic_bytes_per_second)
+        self.state = attach_hook(self.model, hook, nic_bytes_per_second, node)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95))
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: _share_of_peak(step, steps))
         self._loss = torch.zeros(())
@@ -183,6 +189,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step (default 8)")
     parser.add_argument("--context", type=int, default=128, help="bytes in a sequence (default 128)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model trains (default cpu)")
+    parser.add_argument(
+        "--nodes", metavar="LETTERS", help="node of each rank as gradwire is told, such as aabb (default: its machine)"
+    )
     parser.add_argument("--nic-interface", metavar="NAME", help="count this interface's bytes, for example eth0")
     parser.add_argument(
         "--nic-bytes-per-second",
@@ -385,6 +394,7 @@ def run(options: argparse.Namespace) -> list[TrainingResult]:
             context=options.context,
             nic_bytes_per_second=options.nic_bytes_per_second,
             device=device,
+            node=None if options.nodes is None else options.nodes[dist.get_rank()],
         )
         for hook in hooks
     ]
@@ -410,6 +420,9 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"`--{name}`: found {getattr(options, name)}, wanted at least 1")
     for hook in options.hook or []:
         check_hook(hook)
+    ranks = int(launcher_variables().get("WORLD_SIZE", "1"))
+    if options.nodes is not None and len(options.nodes) != ranks:
+        raise ValueError(f"`--nodes`: found {options.nodes!r}, wanted a letter for each of {ranks} ranks")
     if options.device == "cuda" and torch.cuda.device_count() == 0:
         raise ValueError(f"`--device`: found cuda, but torch {torch.__version__} finds no CUDA device; wanted cpu")
     if options.nic_interface is not None and not Path("/sys/class/net", options.nic_interface).exists():

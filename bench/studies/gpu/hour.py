@@ -16,6 +16,8 @@ input that does not end leaves the result of the smaller one. `--short` stops at
 import itertools
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +43,10 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 RESULT = "{result}"
 """Word of a command in whose place the path of its own JSON is put."""
 NOT_THROUGH = "not through after"
+NCCL_INFO = re.compile(r"\bNCCL INFO (.*)")
+"""Report of NCCL, behind the host, process, thread and device that it begins with. Source: NCCL src/debug.cc."""
+MOST_REPORTS = 500
+"""Most of NCCL's reports that are kept of a step: those of one subsystem, or the begin of all."""
 SLOW_DEVICE = (
     "This device copies {:.1f} GB/s, less than any GPU: it is emulated or slow. Each step begins with its smallest "
     "inputs and takes larger ones as long as they end soon; its figures mean nothing"
@@ -130,7 +137,12 @@ def steps_of(gpus: int, *, share: float = 1.0, seconds: float = 900.0) -> list[H
                  ("env", "NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=TUNING", *run, "gradwire", *sizes, "-J", RESULT),
                  "NCCL takes the same algorithm for both (NVLS with an NVSwitch), bus bandwidth within 3 %", gpus=2),
         HourStep("trainings", (*torchrun, *train, "--steps", sized(300, 8), "--json", RESULT),
-                 "the exact hook takes plain DDP's time within 1 %, and int8 follows its losses", gpus=2),
+                 "the exact hook takes plain DDP's time within 1 %", gpus=2),
+        HourStep("trainings, two nodes",
+                 ("env", "GRADWIRE_PLAN=hierarchical", *torchrun, *train, "--nodes", nodes, "--steps", sized(300, 8),
+                  "--json", RESULT),
+                 "forced hierarchical sums and int8, which one node alone does not use, follow plain DDP's losses",
+                 gpus=2),
         HourStep("two machines", ("torchrun", "--nnodes=2", f"--nproc-per-node={ranks}", "-m", *train),
                  "sums are plain DDP's; a rank that ends by kill -9 or kill -STOP is named within 11 s", seconds=0.0),
     ]  # fmt: skip
@@ -153,7 +165,7 @@ def copy_bytes_per_second(device: torch.device) -> float:
     return source.numel() / min(timeit.repeat(copy, number=1, repeat=5))
 
 
-def grow(versions: Sequence[HourStep], run: Callable[[HourStep], dict[str, object]]) -> dict[str, object]:
+def grow(versions: Sequence[HourStep], run: Callable[[HourStep], dict[str, Any]]) -> dict[str, Any]:
     """Runs a step on growing inputs, and returns the entry of the largest that ended.
 
     The second size follows if the first took a quarter of the budget at most; a later one if the time that the last
@@ -184,14 +196,14 @@ def grow(versions: Sequence[HourStep], run: Callable[[HourStep], dict[str, objec
     return entry | ({"smaller": smaller} if smaller else {})
 
 
-def attempt(step: HourStep, gpus: int) -> dict[str, object]:
+def attempt(step: HourStep, gpus: int) -> dict[str, Any]:
     """Runs one step, and returns its entry of the JSON.
 
     Args:
         step: Step to run.
         gpus: Number of GPUs of this machine.
     """
-    entry: dict[str, object] = {"name": step.name, "command": " ".join(step.words), "decides": step.decides}
+    entry: dict[str, Any] = {"name": step.name, "command": shlex.join(step.words), "decides": step.decides}
     missing = (
         "needs two machines: run it by hand on both, with torchrun's options for the rendezvous" * (not step.seconds),
         f"needs {step.gpus} GPUs" * (gpus < step.gpus),
@@ -217,7 +229,22 @@ def attempt(step: HourStep, gpus: int) -> dict[str, object]:
             entry["result"] = json.loads(result.read_text())
     failed = process.returncode != 0
     entry |= {"outcome": FAIL if failed else PASS, "seconds": round(time.monotonic() - began, 1)}
-    return entry | {"output": output.splitlines()[-60:]} | ({"reason": reason} if failed else {})
+    lines, of_nccl = without_nccl(output.splitlines())
+    return entry | {"output": lines[-60:], "nccl": of_nccl} | ({"reason": reason} if failed else {})
+
+
+def without_nccl(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separates NCCL's reports (NCCL_DEBUG=INFO) from the other lines of a step; its warnings stay where they are.
+
+    Args:
+        lines: Output of all ranks.
+
+    Returns:
+        The other lines; and each report once, without the rank that has written it, at most `MOST_REPORTS`.
+    """
+    found = [(line, NCCL_INFO.search(line)) for line in lines]
+    reports = dict.fromkeys(info[1] for _, info in found if info)
+    return [line for line, info in found if not info], list(reports)[:MOST_REPORTS]
 
 
 def in_words(entry: Mapping[str, object]) -> str:
@@ -283,9 +310,14 @@ def main(argv: list[str], steps: Sequence[HourStep] | None = None) -> int:
     sizes = [steps_of(gpus, share=share, seconds=seconds) for share in ((0.0,) if options.short else shares)]
     versions = list(zip(*sizes, strict=True)) if steps is None else [(step,) for step in steps]
     steps, entries = [each[0] for each in versions], []
+    reported: set[str] = set()
     for step, growing in zip(steps, versions, strict=True):
-        print(f"{step.name}: {' '.join(step.words)}", flush=True)
-        entries.append(grow(growing, partial(attempt, gpus=gpus)))
+        print(f"{step.name}: {shlex.join(step.words)}", flush=True)
+        entry = grow(growing, partial(attempt, gpus=gpus))
+        if reports := [line for line in entry.pop("nccl", ()) if line not in reported]:  # each once in the JSON
+            entry["nccl"] = reports
+            reported.update(reports)
+        entries.append(entry)
         print(f"{step.name}: {in_words(entries[-1])}", flush=True)
         record = {
             "kind": "hour",

@@ -1,6 +1,7 @@
 """The first hour on a GPU: its steps end in order, a failure that decides ends it, and its JSON says why."""
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from gradwire.bench.studies.gpu import hour
 from gradwire.bench.studies.gpu import step as gpu_step
 from gradwire.bench.studies.gpu.hour import RESULT, HourStep, steps_of
 from gradwire.bench.studies.gpu.step import residual_network
+from gradwire.bench.train import train
 
 
 def python(name: str, script: str, **more: Any) -> HourStep:
@@ -107,6 +109,50 @@ def test_on_a_slow_device_kernels_grow_in_size_alone() -> None:
         words = [list(step.words) for step in steps if step.name.startswith("kernels")]
         assert {each[each.index("--repeats") + 1] for each in words} == wanted
         assert len({each[each.index("--numel") + 1] for each in words}) > 3
+
+
+@pytest.mark.slow
+def test_int8_trains_between_two_nodes_on_one_machine(tmp_path: Path) -> None:
+    """On a made-up device: ranks of one node alone never send payloads. The command that the hour runs, on CPUs."""
+    [step] = [step for step in steps_of(2, share=0.0) if step.name == "trainings, two nodes"]
+    words = (*({"cuda": "cpu"}.get(word, word) for word in step.words), "--batch", "1", "--context", "16")
+    status, found = run([HourStep(step.name, words, step.decides, seconds=240.0)], tmp_path)
+    [entry] = found["steps"]
+    assert status == 0, entry["output"]
+    plain, exact, small = entry["result"]
+    assert [each["hook"] for each in entry["result"]] == ["plain", "gradwire", "gradwire:int8"]
+    assert "2 nodes x 1 rank" in exact["report"] and "plan: hierarchical" in exact["report"]
+    assert "int8 over all ranks" in small["report"]
+    assert small["final_loss"] != plain["final_loss"] == pytest.approx(small["final_loss"], rel=0.05)
+
+
+def test_nodes_are_a_letter_for_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--nodes", "aabb"]) == 2
+    assert "`--nodes`: found 'aabb', wanted a letter for each of 1 ranks" in capsys.readouterr().err
+
+
+TUNING = """
+import sys
+for size in (8, 64):
+    for rank in range(2):
+        print(f"box:{10 + rank}:{20 + rank} [{rank}] NCCL INFO AllReduce: {size} Bytes -> Algo RING proto LL")
+print("box:10:20 [0] NCCL WARN no such device")
+print("a row of the table")
+"""
+
+
+def test_what_nccl_reports_is_in_the_json_once_and_pushes_no_result_out(tmp_path: Path) -> None:
+    """Every rank reports each call; the output of a step ends with its last 60 lines."""
+    _, found = run([python("sums", TUNING), python("again", f"{TUNING}\nprint('[0] NCCL INFO last')")], tmp_path)
+    sums, again = found["steps"]
+    assert sums["nccl"] == [f"AllReduce: {size} Bytes -> Algo RING proto LL" for size in (8, 64)]
+    assert again["nccl"] == ["last"]
+    assert sums["output"] == again["output"] == ["box:10:20 [0] NCCL WARN no such device", "a row of the table"]
+
+
+def test_a_command_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    _, found = run([python("speed", GOOD)], tmp_path)
+    assert shlex.split(found["steps"][0]["command"]) == [sys.executable, "-c", GOOD, RESULT]
 
 
 def test_tables_are_not_cut(tmp_path: Path) -> None:
