@@ -20,9 +20,9 @@ STUDIES = ROOT / "bench" / "studies"
 MOST_LINES = {
     "topology": 9_460,
     "compressors": 4_100,
-    "comms": 25_185,
+    "comms": 25_189,
     "bench": 12_911,
-    "gradwire": 1_479,
+    "gradwire": 1_493,
     "bench/studies": 5_630,
 }
 """Folder -> lines of code: no blank lines, comments and docstrings; `bench` without its studies, which are not in the

@@ -13,6 +13,7 @@ from gradwire.topology.fabric import (
     TCP_ALPHA_SECONDS,
     TCP_SHARE,
     fabric_of,
+    network_of_nics,
     sender_nics,
     slowest_memory,
 )
@@ -114,11 +115,22 @@ def library_of(machine: Machine) -> str:
     return "nccl" if machine.gpus else "gloo"
 
 
+def over_tcp(machine: Machine, *, nic_given: bool) -> bool:
+    """Returns whether NCCL is taken to send through TCP, where nothing says how much of a NIC's rate it reaches.
+
+    Args:
+        machine: Topology of one node.
+        nic_given: Whether the rate of a NIC is given in place of the machine's: Ethernet and TCP are assumed then.
+    """
+    driven = [nic for nic in nics_of_gpus(machine).values() if nic is not None]
+    return bool(machine.gpus) and (nic_given or network_of_nics(driven) == "tcp")
+
+
 def payload_share(*, has_gpus: bool) -> float:
     """Returns the part of a NIC's given rate that gradients reach.
 
     TCP's without GPUs, as measured on emulated links of 40 to 200 Mbit/s. All of it with GPUs: NCCL may use RDMA, and
-    nothing was measured.
+    what it reaches over TCP differs too much for a figure, see `predict_show.TCP_IS_BOUND`.
 
     Args:
         has_gpus: Whether the nodes have GPUs.

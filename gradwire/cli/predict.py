@@ -23,7 +23,13 @@ from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Candidate, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.cost import EXACT
-from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, has_kernels, library_of
+from gradwire.comms.plan.machine_cluster import (
+    cluster_of_machines,
+    codec_bytes_per_second,
+    has_kernels,
+    library_of,
+    over_tcp,
+)
 from gradwire.comms.plan.overlap import FORWARD_SHARE
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.compressors import registry
@@ -467,9 +473,9 @@ def main(argv: list[str]) -> int:
             if options.nodes > 1 and question.workload.backward_seconds > 0:
                 gains = Gains.over_one_node(options.nodes, advice, question.advice(question.cluster(1)), hook)
         took, kernels = time.perf_counter() - began, has_kernels(question.machine)
-        answer = Answer(
-            cluster, question.workload, advice, took, gains, hook, question.assumed_compute, kernels=kernels
-        )
+        crossed = options.nodes > 1 and not cluster.levels[-1].link.nvlink
+        tcp = crossed and over_tcp(question.machine, nic_given=options.nic is not None)
+        answer = Answer(cluster, question.workload, advice, took, gains, hook, question.assumed_compute, kernels, tcp)
         with reader_may_leave():
             if options.json:
                 print(json.dumps(as_json(answer), indent=1))

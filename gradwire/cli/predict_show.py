@@ -25,6 +25,13 @@ TORCH_HOOK = "torch's own fp16 hook, without gradwire"
 WRITE_TORCH_HOOK = "model.register_comm_hook(None, default_hooks.fp16_compress_hook)"
 """`default_hooks` is torch.distributed.algorithms.ddp_comm_hooks.default_hooks."""
 
+TCP_IS_BOUND = (
+    "NCCL over TCP is taken to reach the whole rate of the cards, which is an upper bound: 11 to 60 of 100 Gbit/s were "
+    "reported. Best give as --nic what nccl-tests reach on yours."
+)
+"""Said where cards have no RDMA. Source: NVIDIA/nccl issues 209 (10.7 to 41 Gbit/s where iperf3 had 92), 450 (4 to 6
+GB/s) and 1447 (about 60 Gbit/s), by releases, channels and sockets: no one factor fits them."""
+
 BESIDES = {None: "recommended", RARELY_OR_ALONE: "with gradients at every step", TORCH_HOOK: "with gradwire"}
 """What is recommended first -> how the settings of the hook are introduced."""
 
@@ -107,6 +114,7 @@ class Answer:
         torch_hook: Prediction for torch's fp16 hook; None if gradients are not float32, which it would not shorten.
         assumed_compute: Device that the computing time was assumed for, in words; empty if the time was given.
         kernels: Whether compressors have kernels for these processors; else torch's operators are what is priced.
+        over_tcp: Whether NCCL is taken to send through TCP, so that the rate of the cards is an upper bound.
     """
 
     cluster: Cluster
@@ -117,6 +125,7 @@ class Answer:
     torch_hook: Candidate | None = None
     assumed_compute: str = ""
     kernels: bool = True
+    over_tcp: bool = False
 
     @property
     def first(self) -> str | None:
@@ -156,6 +165,7 @@ def as_json(answer: Answer) -> Object:
         "backward_seconds": workload.backward_seconds,
         "compute_assumed": answer.assumed_compute or None,
         "kernels": answer.kernels,
+        "nic_rate_is_upper_bound": answer.over_tcp,
         "accumulate": workload.accumulate,
         "torch_fp16_hook": None if answer.torch_hook is None else _candidate(answer.torch_hook),
         "plans": {candidate.name: _candidate(candidate) for candidate in advice.candidates},
@@ -262,6 +272,8 @@ def as_table(console: Console, answer: Answer, *, everything: bool = False, assu
         console.print(
             "Compressors have no kernels for AMD's GPUs: priced are torch's operators, which take far longer."
         )
+    if answer.over_tcp:
+        console.print(TCP_IS_BOUND, markup=False)
     # The table, fastest step first after the recommended one, and its legend and notes.
     over = "NVLink" if cluster.levels[-1].link.nvlink else "NIC"
     adds = ["adds ms"] if known else []

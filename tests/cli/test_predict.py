@@ -276,6 +276,24 @@ def test_nothing_in_the_table_is_much_faster_than_what_is_recommended(
     assert not (hidden and verdict["first"])
 
 
+@pytest.mark.parametrize(("words", "bound"), [
+    (["--preset", "rtx_5090", "--nodes", "2"], True),  # Ethernet cards without RDMA
+    (["--preset", "strix_halo", "--nodes", "2"], True),
+    (["--preset", "dgx_h100", "--nodes", "2"], False),  # InfiniBand
+    (["--preset", "dgx_h100", "--nodes", "2", "--nic", "25gbit"], True),  # what such a card has is not known
+    (["--preset", "rtx_5090", "--nodes", "1"], False),
+    (["--preset", "gb200_nvl72", "--nodes", "2"], False),  # over NVLink
+    (["--preset", "cpu_only", "--nodes", "2"], False),  # what TCP reaches is subtracted
+])  # fmt: skip
+def test_over_tcp_the_rate_of_cards_is_said_to_be_an_upper_bound(
+    words: list[str], bound: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--gradient-mb", "100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nic_rate_is_upper_bound"] is bound
+    assert main([*words, "--gradient-mb", "100"]) == 0
+    assert ("which is an upper bound" in " ".join(capsys.readouterr().out.split())) is bound
+
+
 @pytest.mark.parametrize(("preset", "kernels"), [("strix_halo", False), ("mi300x", False), ("dgx_spark", True)])
 def test_amds_gpus_have_no_kernels_so_torchs_operators_are_priced(
     preset: str, kernels: bool, capsys: pytest.CaptureFixture[str]
