@@ -54,7 +54,7 @@ GRACE_SECONDS = 2.0
 LATE_SECONDS = 30.0
 """Time after which a rank logs which ranks all wait for. The timeout, torch's by default, may be half an hour."""
 
-ONE_VERSION = "install the same version on all nodes (pip install gradwire==VERSION, or one wheel)"
+ONE_VERSION = "install the same version on all nodes, from one wheel or one commit (`gradwire --version` prints it)"
 """Remedy where ranks have unlike versions of gradwire."""
 
 ROUND = "round"
