@@ -1,9 +1,10 @@
 """Registers the hook without a line of code: with GRADWIRE_HOOK set, every DistributedDataParallel gets it when made.
 
 DDP takes one hook, once. So the one that is registered here passes each bucket on to the hook that the model's own code
-registers later, if it does. A model that `replicate()` of FSDP2 was called on gets the hook at its first backward pass,
-unless the script has called `gradwire.fsdp.apply` by then. This module is imported at the end of `import torch`, and
-only if this variable or one of an option is set; modules that few models need are imported when one is made.
+registers later, if it does. An FSDP2 model that torch averages over replicas, after `replicate()` or `fully_shard` over
+a mesh of two dimensions, gets the hook at its first backward pass, unless the script has called `gradwire.fsdp.apply`
+by then. This module is imported at the end of `import torch`, and only if this variable or one of an option is set;
+modules that few models need are imported when one is made.
 """
 
 import logging
@@ -57,7 +58,7 @@ class Automatic:
 _models: WeakKeyDictionary[DistributedDataParallel, Automatic] = WeakKeyDictionary()
 """DDP models of this process that have the automatic hook."""
 replicated = False
-"""True once a model of `replicate()` has had its first backward pass."""
+"""True once an FSDP2 model that torch averages over replicas has had its first backward pass."""
 _logged: set[str] = set()
 """Texts that were logged already."""
 _checked = False
@@ -77,9 +78,9 @@ _original = (
 def install() -> None:
     """Gives every DDP model that is made from now on the hook that GRADWIRE_HOOK names, if it can have one.
 
-    It replaces methods of torch's DistributedDataParallel. Models of FSDP2's `replicate()` get the hook at their first
-    backward pass. If a model cannot have it, or no model has it by the first optimizer step, a warning says why. A
-    second call does nothing.
+    It replaces methods of torch's DistributedDataParallel. FSDP2 models that torch averages over replicas get the hook
+    at their first backward pass. If a model cannot have it, or no model has it by the first optimizer step, a warning
+    says why. A second call does nothing.
     """
     init, register, register_builtin = _original
     if DistributedDataParallel.__init__ is not init:
@@ -184,7 +185,7 @@ def _report(automatic: Automatic) -> None:
 
 
 def _add_replicated(model: nn.Module) -> None:
-    """Applies gradwire to a model of FSDP2 at its first backward pass, if all of it was made by `replicate()`.
+    """Applies gradwire to a model of FSDP2 at its first backward pass, if torch averages all of it over replicas.
 
     It does nothing if the script has applied gradwire already, and logs why if the model cannot have it.
     """
@@ -202,10 +203,10 @@ def _add_replicated(model: nn.Module) -> None:
     try:
         apply(model, config=config)
     except ValueError as error:  # on all ranks alike
-        _log_once(f"{AUTOMATIC} does not apply to a model of replicate(), and torch reduces its gradients: {error}")
+        _log_once(f"{AUTOMATIC} does not apply to an FSDP2 model, and torch reduces its gradients: {error}")
         return
     _log_once(
-        f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every model of replicate() (FSDP2), "
+        f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every FSDP2 model that has replicas, "
         f"{_how(config)}; gradwire.fsdp.apply() takes its place if the script calls it before the first step"
     )
 

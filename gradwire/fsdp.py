@@ -1,4 +1,4 @@
-"""Sharded training with FSDP2: `state = gradwire.fsdp.apply(model, replicas=mesh["replicate"], ...)`.
+"""Sharded training with FSDP2: `state = gradwire.fsdp.apply(model, compressor="int8")`.
 
 See docs/how-to/train_sharded.md.
 """

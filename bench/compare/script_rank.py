@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
             "gradient_nbytes": nbytes,
             "carried": nic_nbytes(interface or None),
             "loss": float(torch.stack(losses).mean()) if losses else None,
-            # A model of replicate() has gradwire's hook in another place than DDP's models.
+            # A model of FSDP2 with replicas has gradwire's hook in another place than DDP's models.
             "hooks": sorted({*map(comm_hook_name, ddp_models()), *["automatic_hook"] * automatic.replicated}),
         }
         losses.clear()

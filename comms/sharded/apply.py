@@ -74,12 +74,12 @@ def apply(
     All ranks of the model call it, with the same arguments.
 
     Args:
-        model: The model on which, and on whose blocks, `fully_shard(..., mesh=mesh["shard"])` was called; or
-            `replicate()` of torch.distributed._composable.replicate_with_fsdp.
+        model: The model on which, and on whose blocks, `fully_shard` was called; or `replicate()` of
+            torch.distributed._composable.replicate_with_fsdp.
         replicas: The other dimension of the mesh, `mesh["replicate"]`: the ranks that hold the same shards. Their
-            gradients are averaged by the cheapest plan, or compressed. None: there is no second dimension, or torch
-            averages over it (a two-dimensional mesh was given to `fully_shard`). It can be left out if all of the
-            model is replicated: then it is the mesh of `replicate()`.
+            gradients are averaged by the cheapest plan, or compressed. It can be left out if torch averages over them:
+            if all calls of `fully_shard` were given the mesh of both dimensions, or all of the model is replicated.
+            Then it is that dimension, or the mesh of `replicate()`. None and no such mesh: there are no replicas.
         shards: Format of gradients between nodes, in the reduce-scatter over the ranks that share parameters: "exact",
             "bf16", "int8", "int4" or "waterfill4". On CPUs an exact reduce-scatter follows a plan if that is predicted
             to beat the library, on any backend; on CUDA, and with `plan="flat"`, it is torch's own. With fewer bits
@@ -413,8 +413,8 @@ def _error_of(
     if replicas is None and (ranks := _replicated_over(param_groups)):
         if len(ranks) > 1:
             return (
-                f"`model` has modules that replicate() was called on over different ranks, {_listed(ranks)}; wanted "
-                "the same mesh for all of them"
+                f"`model` has modules that torch averages over different ranks, {_listed(ranks)}; wanted the same "
+                "replicas for all of them: give the same mesh to each replicate() and each fully_shard()"
             )
     elif replicas is None:
         for name, value in (("compressor", config.compressor), ("trace", config.trace)):
@@ -451,8 +451,6 @@ def unfit_option(config: Config) -> str | None:
 def _error_of_replicas(param_groups: Sequence[ShardedParamGroup], replicas: DeviceMesh) -> str | None:
     """Returns why `replicas` does not fit the mesh of the model, as an error message; None if it fits."""
     rank = dist.get_rank()
-    if _is_native(param_groups):
-        return "`replicas` is given, but torch averages over the replicas itself: " + _how_to_replicate(param_groups)
     if replicas.ndim != 1:
         return (
             f"`replicas` has {replicas.ndim} dimensions; wanted the one along which the shards are the same: "
@@ -463,9 +461,9 @@ def _error_of_replicas(param_groups: Sequence[ShardedParamGroup], replicas: Devi
         return f"`replicas` is of ranks {sorted(ranks)}, without rank {rank}: give each rank its own, mesh['replicate']"
     if others := [each for each in _replicated_over(param_groups, some=True) if each != ranks]:
         return (
-            f"`replicas` of rank {rank} is of ranks {sorted(ranks)}, and replicate() was called over "
-            f"{_listed(others)}: "
-            'give both the same mesh, mesh["replicate"]; without sharded modules `replicas` can be left out'
+            f"`replicas` of rank {rank} is of ranks {sorted(ranks)}, and torch averages modules of `model` over "
+            f"{_listed(others)}: give replicate() and fully_shard() the same replicas as here, or leave `replicas` out "
+            "if all modules have them"
         )
     for param_group in param_groups:
         sharers = _ranks(param_group.shard_group)
@@ -478,26 +476,20 @@ def _error_of_replicas(param_groups: Sequence[ShardedParamGroup], replicas: Devi
     return None
 
 
-def _is_native(param_groups: Sequence[ShardedParamGroup]) -> bool:
-    """Returns whether torch shards over one dimension of a mesh and averages over the other one: native HSDP."""
-    return any(
-        param_group.shard_group is not None and param_group.replica_group is not None for param_group in param_groups
-    )
-
-
 def _replicated_over(param_groups: Sequence[ShardedParamGroup], *, some: bool = False) -> list[set[int]]:
-    """Returns the sets of ranks over which `replicate()` was called, each set once.
+    """Returns the sets of ranks over which torch averages gradients, with `replicate()` and native HSDP, each set once.
 
     Args:
         param_groups: Parameter groups of the model.
-        some: False returns an empty list if any parameter group is sharded; True leaves sharded ones out.
+        some: False returns an empty list if torch averages any parameter group over no replicas; True leaves such
+            groups out.
     """
     found: list[set[int]] = []
     for param_group in param_groups:
-        if param_group.shard_group is not None:
+        if param_group.replica_group is None:
             if not some:
                 return []
-        elif (ranks := _ranks(param_group.replica_group)) and ranks not in found:
+        elif (ranks := _ranks(param_group.replica_group)) not in found:
             found.append(ranks)
     return found
 
@@ -507,24 +499,21 @@ def _listed(ranks: Sequence[set[int]]) -> str:
 
 
 def _group_between(param_groups: Sequence[ShardedParamGroup]) -> dist.ProcessGroup | None:
-    """Returns the group of `replicate()`, over which gradwire averages if `replicas` is not given; None without one."""
+    """Returns the group over which torch averages, and gradwire if `replicas` is not given; None without one."""
     return param_groups[0].replica_group if _replicated_over(param_groups) else None
 
 
 def _how_to_replicate(param_groups: Sequence[ShardedParamGroup]) -> str:
     """Returns the advice that ends an error message: how this model gets the `replicas` that it needs."""
-    if _is_native(param_groups):
-        return (
-            "the mesh given to fully_shard replicates too (native HSDP). Shard over one dimension, "
-            'fully_shard(module, mesh=mesh["shard"]), and give the other one here: '
-            'gradwire.fsdp.apply(model, replicas=mesh["replicate"], ...)'
-        )
     if _replicated_over(param_groups, some=True):
         return (
-            "some modules of `model` are sharded, and replicate() was called on others. Give the mesh of the latter, "
-            'replicas=mesh["replicate"]'
+            "some modules of `model` are sharded without replicas, and others have replicas. Give the mesh of the "
+            'latter, replicas=mesh["replicate"]'
         )
-    return 'make a mesh of two dimensions, fully_shard(module, mesh=mesh["shard"]), and replicas=mesh["replicate"] here'
+    return (
+        'make a mesh of two dimensions, ("replicate", "shard"), and give it to each fully_shard(module, mesh=mesh); or '
+        'fully_shard(module, mesh=mesh["shard"]), and replicas=mesh["replicate"] here'
+    )
 
 
 def _names(model: nn.Module, param_groups: Sequence[ShardedParamGroup]) -> ShardNames:
@@ -548,7 +537,7 @@ def _peers(param_groups: Sequence[ShardedParamGroup]) -> set[int]:
 
 
 def _replica_ranks(param_groups: Sequence[ShardedParamGroup], replicas: DeviceMesh | None) -> set[int]:
-    """Returns the ranks to average over: those of `replicas`, or of `replicate()` if it is None; empty without both."""
+    """Returns the ranks to average over: those of `replicas`, or torch's replicas if it is None; empty without both."""
     if replicas is not None:
         return set(replicas.mesh.flatten().tolist())
     return set().union(*_replicated_over(param_groups))

@@ -299,20 +299,30 @@ class ShardedParamGroup:
         return undo
 
     def leave_out_all_reduce(self) -> Callable[[], None]:
-        """Switches off torch's all-reduce of a `replicate()` parameter group: the hook of `set_hook` averages instead.
+        """Switches off torch's all-reduce over `replica_group`: the hook of `set_hook` averages instead.
 
-        Torch all-reduces a parameter group that has a DDPMeshInfo. So this replaces it by its base class, which
-        describes the same mesh without a group.
+        Torch all-reduces a parameter group whose mesh info is a DDPMeshInfo; an HSDPMeshInfo is one, too. So this
+        replaces it by one of the class that describes the same mesh and the same shards without that group.
 
         Returns:
             A function that switches torch's all-reduce on again, and removes the hook.
         """
         group, info = self._group, self._group.mesh_info
-        base = _loaded("torch.distributed.fsdp._fully_shard._fsdp_common").DataParallelMeshInfo
-        group.mesh_info = base(**{each.name: getattr(info, each.name) for each in fields(base) if each.init})
+        common = _loaded("torch.distributed.fsdp._fully_shard._fsdp_common")
+        kind = common.DataParallelMeshInfo if self.shard_group is None else common.FSDPMeshInfo
+        without = kind(**{each.name: getattr(info, each.name) for each in fields(kind) if each.init})
+        if getattr(info, "reduce_scatter_process_group", None) is not None:
+            without.reduce_scatter_process_group = info.reduce_scatter_process_group
+        # Torch compares the two infos, to find out whether the backward pass gathers over the same ranks.
+        gathers_over_the_same = group.post_forward_mesh_info is info
+        group.mesh_info = without
+        if gathers_over_the_same:
+            group.post_forward_mesh_info = without
 
         def undo() -> None:
             group.mesh_info, group._all_reduce_hook = info, None
+            if group.post_forward_mesh_info is without:
+                group.post_forward_mesh_info = info
 
         return undo
 
@@ -489,11 +499,12 @@ def _call_before_first(kind: Any, callback: Callable[[nn.Module], None]) -> None
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Returns whether all parameter groups of a model are those of `replicate()`; False if it has none."""
+    """Returns whether torch averages all parameter groups of a model over replicas; False if it has none.
+
+    That is so after `replicate()`, and after `fully_shard` over a mesh of two dimensions (native HSDP).
+    """
     param_groups = sharded_param_groups(model)
-    return bool(param_groups) and all(
-        param_group.shard_group is None and param_group.replica_group is not None for param_group in param_groups
-    )
+    return bool(param_groups) and all(param_group.replica_group is not None for param_group in param_groups)
 
 
 def _call_behind(state: Any, name: str, by_hand: bool | None, callback: Callable[[], None]) -> None:

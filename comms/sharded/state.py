@@ -122,10 +122,9 @@ class FsdpState(GradientState[AveragingSession]):
         model: The sharded or replicated model; kept by a weak reference.
         param_groups: The model's parameter groups.
         names: Names of the model's parameters.
-        replicas: The ranks that hold the same shards as this one, over which gradients are averaged here; None if there
-            are none, or torch averages over them. Then there is no session: no listener follows the steps, and
-            `straggler_every` and `stall_seconds` change nothing. Collectives between the ranks that share parameters do
-            not depend on it; see `_take_shards`.
+        replicas: The ranks that hold the same shards as this one, over which gradients are averaged; None if there are
+            none. Then there is no session: no listener follows the steps, and `straggler_every` and `stall_seconds`
+            change nothing. Collectives between the ranks that share parameters do not depend on it; see `_take_shards`.
         config: The configuration.
         reporter: Reports a rank failure to all ranks of the grid.
 
@@ -216,9 +215,9 @@ class FsdpState(GradientState[AveragingSession]):
     def close(self) -> None:
         """Stops the threads, releases shared memory and restores torch's own collectives.
 
-        A model of `replicate()` can be trained on with torch's collectives. A sharded one can still be evaluated; if it
-        had `replicas`, it cannot be trained on, because nothing averages over them. Also runs when the model is
-        collected, and at exit.
+        A model can be trained on with torch's collectives. Only if torch does not know its replicas, because
+        `fully_shard` was given one dimension of the mesh, can it just be evaluated: nothing averages over them. Also
+        runs when the model is collected, and at exit.
         """
         self._check_no_optimizers(self._names)
         for put_back in self._put_back:

@@ -179,21 +179,25 @@ def experts(mesh: DeviceMesh) -> None:
         fully_shard(model, mesh=on, shard_placement_fn=place)
         return model
 
-    native = model_on(
-        mesh,
-        common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
-        common.HSDPMeshInfo(cube["replicate", "inner"], shard_mesh_dim=1, replicate_mesh_dim=0),
+    native, taken = (
+        model_on(
+            mesh,
+            common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
+            common.HSDPMeshInfo(cube["replicate", "inner"], shard_mesh_dim=1, replicate_mesh_dim=0),
+        )
+        for _ in range(2)
     )
     model = model_on(
         mesh["shard"],
         common.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0),
         common.FSDPMeshInfo(cube["inner"], shard_mesh_dim=0),
     )
-    state = gradwire.fsdp.apply(model, replicas=mesh["replicate"])
-    for each in (native, model):
+    states = [gradwire.fsdp.apply(model, replicas=mesh["replicate"]), gradwire.fsdp.apply(taken)]
+    for each in (native, model, taken):
         train(each, 2, lambda one, step: one(batch(step), spare=True).square().mean().backward())
-    assert not differs(weights(model), weights(native))
-    assert "4 all-reduces in 2 steps" in str(state.report())
+    for each, state in zip((model, taken), states, strict=True):
+        assert not differs(weights(each), weights(native))
+        assert "4 all-reduces in 2 steps" in str(state.report())
 
 
 class Scale:

@@ -49,9 +49,11 @@ def refusals(rank: int) -> list[str]:
     with job() as mesh:
         replicas = mesh["replicate"]
         refused("call fully_shard on its blocks and on the model itself first", Tiny(), replicas=replicas)
-        refused("native HSDP.*mesh=mesh..shard", sharded(mesh), replicas=replicas, compressor="int8")
-        refused("native HSDP.*mesh=mesh..shard", sharded(mesh), compressor="int8")
-        refused("`compressor` is 'int8'.*`replicas` is not given", sharded(mesh["shard"]), compressor="int8")
+        refused("`compressor` is 'int8'.*`replicas` is not given.*mesh=mesh", sharded(mesh["shard"]), compressor="int8")
+        partly = Tiny()
+        fully_shard(partly.blocks[0], mesh=mesh)
+        fully_shard(partly, mesh=mesh["shard"])
+        refused("without replicas, and others have replicas", partly, compressor="int8")
         refused("`fusion` is 25", sharded(mesh["shard"]), replicas=replicas, fusion=25.0)
         refused("`reduction` is 'samples'", sharded(mesh["shard"]), replicas=replicas, reduction="samples")
         refused("`fusion` is 'cuts.json'", sharded(mesh["shard"]), fusion="cuts.json")

@@ -93,16 +93,23 @@ def exact_cases(rank: int) -> None:
     with job() as mesh:
         for name, (step, fsdp) in CASES.items():
             native = sharded(mesh, **fsdp)
-            ours, state = applied(mesh, fsdp=fsdp)
             train(native, take=step)
-            train(ours, take=step)
-            if name == "reduce_dtype fp16":  # torch divides behind the sum, which differs where halves are denormal
-                assert error_of(weights(ours), weights(native)) < 1e-5
-            else:
-                assert not differs(weights(ours), weights(native)), name
-            assert state.steps == 3, name
-            assert state.state_dict() == {}, name
-            state.close()
+            taken = sharded(mesh, **fsdp)  # native HSDP, too, until apply() takes its all-reduce over
+            for ours, state in (applied(mesh, fsdp=fsdp), (taken, gradwire.fsdp.apply(taken))):
+                train(ours, take=step)
+                if name == "reduce_dtype fp16":  # torch divides behind the sum, which differs where halves are denormal
+                    assert error_of(weights(ours), weights(native)) < 1e-5
+                else:
+                    assert not differs(weights(ours), weights(native)), name
+                assert state.steps == 3, name
+                assert "all-reduces in 3 steps" in str(state.report()), name
+                assert state.state_dict() == {}, name
+                state.close()
+            if not name.startswith("reduce_dtype"):
+                for each in (native, taken):  # both with torch's own all-reduce
+                    train(each, 1, take=step, first=3)
+                assert not differs(weights(taken), weights(native)), name
+                assert state.steps == 3, name
         tied_weights(mesh)
         activation_checkpointing(mesh)
         two_units_in_one_module(mesh)

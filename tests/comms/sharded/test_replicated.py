@@ -18,7 +18,7 @@ import gradwire.fsdp
 from gradwire.comms import automatic
 from gradwire.comms.backend.register import register
 from support.processes import Processes, Said
-from support.sharded import Tiny, batch, differs, error_of, gradients, plain_step, train, weights
+from support.sharded import Tiny, batch, differs, error_of, gradients, plain_step, sharded, train, weights
 
 
 def replicated(mesh: DeviceMesh, model: nn.Module | None = None, **options: Any) -> Any:
@@ -171,7 +171,7 @@ def refusals(rank: int) -> list[str]:
 
     refused("`shards` is 'int8', and `model` is replicated", replicated(over), shards="int8")
     refused("`weights` is 'bf16', and `model` is replicated", replicated(over), weights="bf16")
-    refused("`replicas` of rank . is of ranks.*replicate.. was called over", replicated(over), replicas=mesh["shard"])
+    refused("`replicas` of rank .*torch averages modules of `model` over", replicated(over), replicas=mesh["shard"])
     refused("CPUOffloadPolicy", replicated(over, offload_policy=CPUOffloadPolicy(pin_memory=False)))
     refused("`elastic` is True", replicated(over), elastic=True)
     other = Tiny()
@@ -204,7 +204,8 @@ def by_the_environment(_: int) -> list[str]:
     dist.init_process_group("gloo")
     said = Said()
     automatic.log.addHandler(said)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = square["replicate"]
     by_hand = replicated(mesh)
     gradwire.fsdp.apply(by_hand, compressor="int8")
     train(by_hand)
@@ -219,6 +220,11 @@ def by_the_environment(_: int) -> list[str]:
     train(own)
     assert not differs(weights(found), weights(by_hand))
     assert differs(weights(own), weights(found))
+    sharded_too, by_hand = sharded(square), sharded(square)  # native HSDP
+    gradwire.fsdp.apply(by_hand, compressor="int8")
+    for each in (sharded_too, by_hand):
+        train(each)
+    assert not differs(weights(sharded_too), weights(by_hand))
     unfit = replicated(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     train(unfit, 1)
     dist.destroy_process_group()
@@ -226,8 +232,8 @@ def by_the_environment(_: int) -> list[str]:
 
 
 def test_the_environment_finds_replicated_models(processes: Processes) -> None:
-    first, second = processes(2, by_the_environment, nodes="ab")
-    assert not second
+    first, *others = processes(4, by_the_environment, nodes="aabb")
+    assert not any(others)
     averaging, left = first
-    assert "GRADWIRE_HOOK=int8: gradwire averages the gradients of every model of replicate()" in averaging
-    assert "does not apply to a model of replicate()" in left and "CPUOffloadPolicy" in left
+    assert "GRADWIRE_HOOK=int8: gradwire averages the gradients of every FSDP2 model that has replicas" in averaging
+    assert "does not apply to an FSDP2 model" in left and "CPUOffloadPolicy" in left
