@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def attach_hook(
     check_hook(hook)
     name, _, compressor = hook.partition(":")
     if name == "gradwire":
-        placed = {} if node is None else {"hostname": node}
+        placed: dict[str, Any] = {} if node is None else {"hostname": node}
         return gradwire.attach(
             model, compressor=compressor or None, nic_bytes_per_second=nic_bytes_per_second, **placed
         )

@@ -192,7 +192,7 @@ def test_inputs_grow_as_long_as_the_next_are_foreseen_to_end(start: float, full:
     assert device.ran == ran and entry["outcome"] == "pass" and entry["share"] == ran[-1]
     said = entry.get("larger", "")
     assert ("s foreseen" in str(said)) == (ran[-1] != 1.0)
-    assert [each["share"] for each in entry.get("smaller", [])] == ran[:-1]  # type: ignore[attr-defined]
+    assert [each["share"] for each in entry.get("smaller", [])] == ran[:-1]
 
 
 def test_a_larger_input_that_does_not_end_is_no_verdict_but_one_that_fails_is() -> None:

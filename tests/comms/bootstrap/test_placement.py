@@ -113,7 +113,7 @@ def test_cuda_ranks_plan_with_nccls_latencies_and_all_nics() -> None:
 
 def test_cards_without_a_fabric_have_the_memory_of_the_slowest_of_them() -> None:
     """NCCL's model has no AMD GPU; what codecs cost on one is known all the same."""
-    amd = {"fabric": fabric_of(mi300x()), "memory_bytes_per_second": slowest_memory(mi300x())}
+    amd: dict[str, Any] = {"fabric": fabric_of(mi300x()), "memory_bytes_per_second": slowest_memory(mi300x())}
     infos, config = gpu_ranks("a" * 8 + "b" * 8, **amd)
     cluster = cluster_of(infos, config)
     assert cluster.fabric is None and gpu_memory_rate(cluster) == codec_bytes_per_second(mi300x())

@@ -145,13 +145,13 @@ class Elsewhere(nn.Parameter):
     """Says that it is on another device: torch's builds for XPU and MPS need a machine that has one."""
 
     kind = "xpu"
-    device = property(lambda self: torch.device(self.kind, 0))  # type: ignore[assignment]  # torch's is an attribute
+    device = property(lambda self: torch.device(self.kind, 0))
 
 
 def elsewhere(kind: str) -> nn.Linear:
     model = nn.Linear(2, 1)
     model.weight = type("OnOne", (Elsewhere,), {"kind": kind})(model.weight.detach())
-    model.bias = None  # type: ignore[assignment]
+    model.bias = None  # type: ignore[assignment]  # torch's own way of having none
     return model
 
 
