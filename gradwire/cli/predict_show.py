@@ -426,7 +426,7 @@ def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
     pyplot = load_pyplot()
     counts = node_counts(nodes)
     advices = [advice_for(count) for count in counts]
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
     known = {candidate.name: candidate for candidate in advices[0].candidates}
     chosen = advices[counts.index(nodes)].recommend
     recommended = chosen.plan if chosen.compressor == "none" else f"{chosen.plan}+{chosen.compressor}"
@@ -449,5 +449,5 @@ def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
     axes.set(xlabel="nodes", ylabel="step, ms", title="Predicted time of a training step")
     axes.grid(axis="y", color="#eeeeee")
     strip(axes)
-    axes.legend(fontsize="small", frameon=False)
+    figure.legend(fontsize="small", frameon=False, loc="outside right upper")  # beside the curves, never on one
     save(figure, file, ["Predicted by gradwire predict, not measured."])

@@ -210,12 +210,18 @@ def test_a_topology_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert answered > len(files) // 2
 
 
-def test_the_recommended_candidate_is_among_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recommended_candidate_is_among_the_curves_and_no_name_lies_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     labels: list[str] = []
 
     def keep(figure: Any, file: Path, notes: list[str]) -> None:
-        labels.extend(text.get_text() for text in figure.axes[0].get_legend().get_texts())
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        legend = axes.get_legend() or figure.legends[0]
+        labels.extend(text.get_text() for text in legend.get_texts())
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
     monkeypatch.setattr(predict_show, "save", keep)
     slow = ["--preset", "cpu_only", "--nodes", "4", "--nic", "94mbit", "--gradient-mb", "100", "--backward-ms", "300"]
