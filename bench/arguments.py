@@ -49,8 +49,9 @@ class CommandParser(argparse.ArgumentParser):
             option: Option that takes the file, such as `--from`; the error about a file without it names it.
         """
         options, left = self.parse_known_args(argv)
-        if files := [word for word in left if not word.startswith("-")]:
-            self.error(f"`{option}`: found {files[0]} without it; wanted `{self.prog} {option} {files[0]}`")
+        # A word behind an unknown option is that option's, not a file.
+        if left and not left[0].startswith("-"):
+            self.error(f"`{option}`: found {left[0]} without it; wanted `{self.prog} {option} {left[0]}`")
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}")
         return options

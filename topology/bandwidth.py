@@ -36,16 +36,17 @@ CARD_MEMORY = (
 """(pattern in a card's name, GB/s of its memory); the first that fits counts, before the generation. MI250X: the half
 of a card that the driver shows as a GPU. Source: data sheets of NVIDIA and AMD."""
 
-GPU_MEMORY = {75: 320.0, 80: 2040.0, 86: 600.0, 89: 864.0, 90: 3350.0, 100: 8000.0, 110: 273.0,
-              120: 1792.0, 121: 273.0}  # fmt: skip
-"""Compute capability -> GB/s of a card's memory where neither driver nor name tell it: T4, A100 80 GB, A10, L40S,
-H100 SXM, B200, Thor, RTX 5090, GB10. One in between takes the entry below it. Source: NVIDIA's data sheets."""
+GPU_MEMORY = {75: (320.0, "T4"), 80: (2040.0, "A100 80GB"), 86: (600.0, "A10"), 89: (864.0, "L40S"),
+              90: (3350.0, "H100 SXM"), 100: (8000.0, "B200"), 110: (273.0, "Thor"), 120: (1792.0, "RTX 5090"),
+              121: (273.0, "GB10")}  # fmt: skip
+"""Compute capability -> (GB/s of a card's memory where neither driver nor name tell it, the card with that memory).
+One in between takes the entry below it. Source: NVIDIA's data sheets."""
 
-AMD_MEMORY = {"gfx908": 1229.0, "910": 1638.0, "gfx90a": 1638.0, "gfx942": 5300.0, "gfx950": 8000.0, "gfx1100": 960.0,
-              "gfx1151": 256.0, "gfx1201": 640.0}  # fmt: skip
-"""AMD architecture -> the same: MI100, half an MI250X (one GPU for the driver; MI210), MI300X, MI355X, RX 7900 XTX,
-Radeon 8060S, R9700. ROCm's memory clock counts neither of the two doublings of HBM3 in one way. Source: AMD's data
-sheets."""
+AMD_MEMORY = {"gfx908": (1229.0, "MI100"), "910": (1638.0, "MI210"), "gfx90a": (1638.0, "MI210"),
+              "gfx942": (5300.0, "MI300X"), "gfx950": (8000.0, "MI355X"), "gfx1100": (960.0, "RX 7900 XTX"),
+              "gfx1151": (256.0, "Radeon 8060S"), "gfx1201": (640.0, "R9700")}  # fmt: skip
+"""AMD architecture -> the same; an MI210 is half an MI250X, which the driver shows as a GPU. ROCm's memory clock counts
+neither of the two doublings of HBM3 in one way. Source: AMD's data sheets."""
 
 INTEL_SOCKETS = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0), (0, 6.0))
 """(lowest model number, GB/s between two sockets), newest first."""
@@ -74,15 +75,29 @@ def memory_bytes_per_second(gpu: Gpu) -> float:
     Args:
         gpu: The GPU; if its generation is unknown, the slowest card of its maker's table is assumed.
     """
+    return memory_of(gpu)[0]
+
+
+def memory_of(gpu: Gpu) -> tuple[float, str]:
+    """Returns the peak bandwidth of a GPU's memory, and the known card whose figure it is; see the function above.
+
+    Args:
+        gpu: The GPU.
+
+    Returns:
+        (Bytes per second, name of another card that was assumed). The name is empty if the figure is the GPU's own.
+    """
     if gpu.memory_bytes_per_second:
-        return gpu.memory_bytes_per_second
+        return gpu.memory_bytes_per_second, ""
     named = [rate for card, rate in CARD_MEMORY if re.search(rf"\b{card}\b", gpu.name or "")]
     if named:
-        return named[0] * GIGABYTE
+        return named[0] * GIGABYTE, ""
     if gpu.vendor == AMD_GPU or gpu.architecture:  # its capability is a number of another kind
-        return AMD_MEMORY.get(gpu.architecture or "", min(AMD_MEMORY.values())) * GIGABYTE
-    known = [rate for capability, rate in GPU_MEMORY.items() if capability <= (gpu.compute_capability or 0)]
-    return (known[-1] if known else min(GPU_MEMORY.values())) * GIGABYTE
+        rate, card = AMD_MEMORY.get(gpu.architecture or "", min(AMD_MEMORY.values()))
+    else:
+        known = [entry for capability, entry in GPU_MEMORY.items() if capability <= (gpu.compute_capability or 0)]
+        rate, card = known[-1] if known else min(GPU_MEMORY.values())
+    return rate * GIGABYTE, "" if card in (gpu.name or "") else card
 
 
 def nvlink_bytes_per_second(gpu: Gpu, count: int) -> float | None:

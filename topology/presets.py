@@ -4,6 +4,7 @@ Source: NVIDIA DGX A100 and DGX H100 user guides (block diagrams); the A100's PC
 it there: two GPUs and two NICs below each stack of switches, all at PXB.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -346,19 +347,22 @@ PRESETS: dict[str, Callable[[], Machine]] = {
 """Name for the command line -> function that describes such a machine."""
 
 _BY_GPU = {
-    "pcie_box": ("PCIe", "PCIE", "NVL"), "dgx_a100": ("A100",), "gh200": ("GH200",),
+    "pcie_box": ("PCIe", "PCIE", "NVL", "A10"), "dgx_a100": ("A100",), "gh200": ("GH200",),
     "dgx_h200": ("H200",), "dgx_h100": ("H100", "H800"), "gb200_nvl72": ("GB200", "GB300"),
     "dgx_b200": ("B200", "B300"), "dgx_spark": ("GB10",), "rtx_5090": ("RTX 5090",),
     "rtx_pro_6000": ("RTX PRO 6000",), "strix_halo": ("8060S",), "mi300x": ("MI300X",), "mi325x": ("MI325X",),
     "mi350x": ("MI350X",), "mi355x": ("MI355X",),
 }  # fmt: skip
-"""Preset -> parts of its GPUs' names; the first that fits counts. PCIe cards have no NVSwitch."""
+"""Preset -> words of its GPUs' names; the first that fits counts. PCIe cards have no NVSwitch."""
 
 
-def preset_with(gpu_name: str) -> str:
-    """Returns the name of the preset with such GPUs; `pcie_box`, whose GPUs are slow, if there is none.
+def preset_with(gpu_name: str) -> str | None:
+    """Returns the name of the preset with such GPUs; None if there is none.
 
     Args:
         gpu_name: Name that the driver reports.
     """
-    return next((preset for preset, parts in _BY_GPU.items() if any(part in gpu_name for part in parts)), "pcie_box")
+    return next(
+        (preset for preset, parts in _BY_GPU.items() if any(re.search(rf"\b{part}\b", gpu_name) for part in parts)),
+        None,
+    )

@@ -21,6 +21,8 @@ from gradwire.topology.wording import duration, nbytes, rate
 
 MOST_PAIRS = 15
 
+STAND_IN = "pcie_box"
+"""Preset whose GPUs are slow, for those that no preset has."""
 WORTH_CHANGING = 1.5
 """Least ratio of two backends' times for which the last lines mention it."""
 
@@ -131,7 +133,7 @@ def conclusion(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
                 else " What a link should give is not known here: say it with --link 25gbit."
             )
         )
-    return [f"{line}{_faster_backend(facts)}", f"Type: {predict_command(facts, found)}"]
+    return [f"{line}{_faster_backend(facts)}{_stand_in(facts)}", f"Type: {predict_command(facts, found)}"]
 
 
 def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
@@ -198,6 +200,20 @@ def computed_seconds(facts: JobFacts) -> tuple[float, float] | None:
     return backward, computed - backward
 
 
+def _gpu_name(facts: JobFacts) -> str:
+    return next((gpu.name for each in facts.ranks for gpu in each.gpus), "")
+
+
+def _stand_in(facts: JobFacts) -> str:
+    """Returns a sentence on the preset that `predict_command` takes for GPUs that no preset has; empty if one has."""
+    if not facts.has_gpus or preset_with(name := _gpu_name(facts)) is not None:
+        return ""
+    return (
+        f" No preset has {name or 'these GPUs'}: {STAND_IN}, with {PRESETS[STAND_IN]().gpus[0].name}, stands for them. "
+        "What `gradwire topo --json` prints there has their own figures: --topology FILE in place of the preset."
+    )
+
+
 def _mended(facts: JobFacts, found: Sequence[Diagnosis]) -> tuple[str, list[int], list[int], float, float]:
     """Returns what `gradwire predict` needs of this cluster, with the links' rates after the findings' fixes.
 
@@ -216,9 +232,8 @@ def _mended(facts: JobFacts, found: Sequence[Diagnosis]) -> tuple[str, list[int]
     trip = 0.0 if busy else 2 * max(pair.latency_seconds for pair in facts.pairs)
     far = trip >= FAR_ROUND_TRIP and not facts.has_gpus
     lost = counted_loss(facts)
-    names = [gpu.name for each in facts.ranks for gpu in each.gpus] or [""]
     return (
-        preset_with(names[0]) if facts.has_gpus else "cpu_only",
+        preset_with(_gpu_name(facts)) or STAND_IN if facts.has_gpus else "cpu_only",
         [len(node) for node in facts.nodes],
         rates,
         trip if far else 0.0,

@@ -26,7 +26,7 @@ ELEMENT_NBYTES = 4
 GPU_MEMORY_SHARE = 0.7
 """Share of a GPU's peak memory bandwidth that kernels reach which only move data."""
 
-SLOWEST_GPU_BYTES_PER_SECOND = GPU_MEMORY_SHARE * min(*GPU_MEMORY.values(), *AMD_MEMORY.values()) * GIGABYTE
+SLOWEST_GPU_BYTES_PER_SECOND = GPU_MEMORY_SHARE * min(*GPU_MEMORY.values(), *AMD_MEMORY.values())[0] * GIGABYTE
 """Bytes per second that codecs are assumed to move through the memory of an unknown GPU."""
 
 

@@ -34,6 +34,7 @@ from gradwire.comms.plan.overlap import FORWARD_SHARE
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
+from gradwire.topology.bandwidth import memory_bytes_per_second, memory_of
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
@@ -447,6 +448,20 @@ def _workload(
     )
 
 
+def assumed_memory(machine: Machine) -> str:
+    """Returns the card whose memory rate is taken for a machine's slowest GPU, in words; empty if its own is known.
+
+    Args:
+        machine: One of the nodes.
+    """
+    gpu = min(machine.gpus, key=memory_bytes_per_second, default=None)
+    if gpu is None or not (assumed := memory_of(gpu))[1]:
+        return ""
+    return (
+        f"{assumed[0] / 1e9:.0f} GB/s as on the card {assumed[1]}, as nothing is known here of {gpu.name or 'theirs'}"
+    )
+
+
 def main(argv: list[str]) -> int:
     """Runs `gradwire predict`: prints its answer, and draws the picture of `--plot`.
 
@@ -475,7 +490,8 @@ def main(argv: list[str]) -> int:
         took, kernels = time.perf_counter() - began, has_kernels(question.machine)
         crossed = options.nodes > 1 and not cluster.levels[-1].link.nvlink
         tcp = crossed and over_tcp(question.machine, nic_given=options.nic is not None)
-        answer = Answer(cluster, question.workload, advice, took, gains, hook, question.assumed_compute, kernels, tcp)
+        assumptions = question.assumed_compute, assumed_memory(question.machine)
+        answer = Answer(cluster, question.workload, advice, took, gains, hook, *assumptions, kernels, tcp)
         with reader_may_leave():
             if options.json:
                 print(json.dumps(as_json(answer), indent=1))

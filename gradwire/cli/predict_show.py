@@ -113,6 +113,7 @@ class Answer:
         gains: Throughput relative to one node; None for a single node, or if the computing time is unknown.
         torch_hook: Prediction for torch's fp16 hook; None if gradients are not float32, which it would not shorten.
         assumed_compute: Device that the computing time was assumed for, in words; empty if the time was given.
+        assumed_memory: Card whose memory prices the compressors, in words; empty if the GPUs' own rate is known.
         kernels: Whether compressors have kernels for these processors; else torch's operators are what is priced.
         over_tcp: Whether NCCL is taken to send through TCP, so that the rate of the cards is an upper bound.
     """
@@ -124,6 +125,7 @@ class Answer:
     gains: Gains | None
     torch_hook: Candidate | None = None
     assumed_compute: str = ""
+    assumed_memory: str = ""
     kernels: bool = True
     over_tcp: bool = False
 
@@ -164,6 +166,7 @@ def as_json(answer: Answer) -> Object:
         "forward_seconds": workload.rest_seconds,
         "backward_seconds": workload.backward_seconds,
         "compute_assumed": answer.assumed_compute or None,
+        "memory_assumed": answer.assumed_memory or None,
         "kernels": answer.kernels,
         "nic_rate_is_upper_bound": answer.over_tcp,
         "accumulate": workload.accumulate,
@@ -266,6 +269,12 @@ def as_table(console: Console, answer: Answer, *, everything: bool = False, assu
         console.print(
             f"Computing is assumed: {answer.assumed_compute}. Measure yours, a loss.backward() without DDP, and give "
             "it as --backward-ms.",
+            markup=False,
+        )
+    if answer.assumed_memory:
+        console.print(
+            f"The GPUs' memory, which prices compressors, is assumed: {answer.assumed_memory}. `gradwire topo --json` "
+            "reads theirs on the machine itself, for --topology.",
             markup=False,
         )
     if not answer.kernels:

@@ -162,6 +162,7 @@ def test_a_file_without_its_option_gets_it(command: str, option: str, capsys: py
     name = command.split()[0]
     wanted = f"`{option}`: found node.xml without it; wanted `gradwire {name} {option} node.xml`"
     assert wanted in refused([*command.split(), "node.xml"], capsys)
+    assert "`--gpu`: found an unknown option" in refused([*command.split(), "--gpu", "H100"], capsys)
 
 
 @pytest.mark.parametrize("variables", LAUNCHERS, ids=lambda variables: ",".join(variables.values())[:24])

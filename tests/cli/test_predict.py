@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from gradwire.cli import predict_show
-from gradwire.cli.predict import OPTIMIZERS, buckets_of_parameters, main
+from gradwire.cli.predict import OPTIMIZERS, assumed_memory, buckets_of_parameters, main
 from gradwire.cli.predict_show import node_counts
 from gradwire.compressors import registry
 from gradwire.compressors.codecs.quantize import QuantizeCodec
+from gradwire.topology.presets import PRESETS
 
 AIAK = ["--preset", "dgx_a100", "--nodes", "4", "--nic", "25gbit", "--gradient-mb", "113.2"]
 FIXTURES = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"
@@ -402,6 +403,27 @@ def test_a_device_without_a_figure_is_said_to_be_another_one(
     (tmp_path / "node.json").write_text(json_form.write(strange))
     answer = ask(capsys, "--topology", str(tmp_path / "node.json"), "--model", "gpt2")
     assert answer["compute_assumed"] == "12 x 1,024 tokens on an A10, as nothing is known here of NVIDIA Strange 1"
+    assert answer["memory_assumed"] == "600 GB/s as on the card A10, as nothing is known here of NVIDIA Strange 1"
+    assert main(["--topology", str(tmp_path / "node.json"), "--parameters", "1e6"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The GPUs' memory, which prices compressors, is assumed: 600 GB/s" in said and "topo --json" in said
+    told = replace(machine, gpus=tuple(replace(gpu, memory_bytes_per_second=9e11) for gpu in strange.gpus))
+    (tmp_path / "node.json").write_text(json_form.write(told))
+    assert ask(capsys, "--topology", str(tmp_path / "node.json"), "--model", "gpt2")["memory_assumed"] is None
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_memory_of_no_preset_is_assumed(preset: str) -> None:
+    assert assumed_memory(PRESETS[preset]()) == ""
+
+
+def test_a_gpu_whose_kind_is_not_known_counts_as_the_slowest_and_is_said_to() -> None:
+    from gradwire.topology.graph import Gpu, Machine
+
+    strange = Gpu(key="g", name="NVIDIA Strange 1", compute_capability=90)
+    assert assumed_memory(Machine(gpus=(strange,))).startswith("3350 GB/s as on the card H100 SXM, ")
+    slow = "273 GB/s as on the card GB10, as nothing is known here of theirs"
+    assert assumed_memory(Machine(gpus=(strange, Gpu(key="h")))) == slow
 
 
 CPUS = ["--preset", "cpu_only", "--parameters", "1.56e6", "--backward-ms", "100"]

@@ -217,7 +217,7 @@ NAMES = {
     "NVIDIA GB200": "gb200_nvl72", "NVIDIA GB300": "gb200_nvl72", "NVIDIA GB10": "dgx_spark",
     "NVIDIA GeForce RTX 5090": "rtx_5090", "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx_pro_6000",
     "AMD Instinct MI300X": "mi300x", "AMD Instinct MI325X OAM": "mi325x", "AMD Instinct MI350X": "mi350x",
-    "AMD Instinct MI355X": "mi355x", "Tesla T4": "pcie_box", "NVIDIA A10": "pcie_box", "NVIDIA L40S": "pcie_box",
+    "AMD Instinct MI355X": "mi355x", "NVIDIA A10": "pcie_box",
 }  # fmt: skip
 """Name that a driver reports -> preset that the doctor's command names."""
 
@@ -225,9 +225,14 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_driver_s_name_leads_to_a_machine_with_its_links(name: str) -> None:
     assert preset_with(name) == NAMES[name]
-    machine = PRESETS[preset_with(name)]()
+    machine = PRESETS[NAMES[name]]()
     inside, between = levels_of(machine)
     assert (inside.bytes_per_second is not None or len(machine.gpus) == 1) and between.bytes_per_second is not None
+
+
+@pytest.mark.parametrize("name", ["Tesla T4", "NVIDIA L40S", "NVIDIA Strange A1000", ""])
+def test_a_gpu_of_no_preset_is_none(name: str) -> None:
+    assert preset_with(name) is None
 
 
 def test_presets_of_blackwell_and_of_cdna4_have_their_own_links() -> None:

@@ -11,7 +11,15 @@ import pytest
 
 from gradwire.bench.doctor import command, show
 from gradwire.bench.doctor.checks import REMARK_SHARE, diagnose
-from gradwire.bench.doctor.facts import BackendTime, ForeignTraffic, InterfaceRate, JobFacts, ScriptRun, UnreachedPair
+from gradwire.bench.doctor.facts import (
+    BackendTime,
+    ForeignTraffic,
+    GpuState,
+    InterfaceRate,
+    JobFacts,
+    ScriptRun,
+    UnreachedPair,
+)
 from gradwire.bench.terminal import STDOUT
 from gradwire.cli import predict
 from gradwire.topology.fabric import TCP_SHARE
@@ -331,3 +339,11 @@ def test_a_step_under_plain_ddp_holds_the_exchange_of_its_backend_not_the_fastes
     assert facts.plain_exchange_seconds() == 1.2
     assert show.computed_seconds(facts) == pytest.approx((0.6, 0.3))
     assert show.computed_seconds(replace(facts, step_seconds=1.1)) is None
+
+
+def test_a_gpu_of_no_preset_is_said_to_be_another_one() -> None:
+    for name, said in (("NVIDIA Strange 1", True), ("NVIDIA H100 80GB HBM3", False)):
+        facts = everywhere(healthy(3, nodes=2), gpus=(GpuState(index=0, name=name),), device="cuda")
+        line, typed = show.conclusion(facts, [])
+        assert ("No preset has NVIDIA Strange 1: pcie_box, with NVIDIA A10, stands for them. " in line) is said
+        assert f"--preset {'pcie_box' if said else 'dgx_h100'} " in typed
