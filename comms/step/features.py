@@ -197,8 +197,8 @@ def follow_backward(
 
     `UsedMap`, which tells a compressor of which parameters DDP has ignored the averages, is added on CUDA, and with a
     compressor if DDP searches for unused parameters or the model is not known to be a DDP model. If the compressor
-    keeps the optimizer's momentum, `ReturnedGradients` and `PassesPerStep` are added. After a change of the ranks
-    nothing is made: the previous listeners of these kinds are added again.
+    keeps the optimizer's momentum, `ReturnedGradients` and `PassesPerStep` are added, else `DiscardedPasses`. After a
+    change of the ranks nothing is made: the previous listeners of these kinds are added again.
 
     Args:
         listeners: Listeners of the new session.
@@ -208,7 +208,7 @@ def follow_backward(
         previous: Listeners of the session before a change of the ranks, whose state is kept; None for a first session.
     """
     if previous is not None:
-        for name in (order.USED_MAP, order.RETURNED, order.PASSES):
+        for name in (order.USED_MAP, order.RETURNED, order.PASSES, order.DISCARDED):
             if (listener := previous.get(name)) is not None:
                 listeners.add(name, listener)
         return
@@ -225,6 +225,10 @@ def follow_backward(
         from gradwire.comms.step.returned import ReturnedGradients
 
         listeners.add(order.RETURNED, ReturnedGradients(compression))
+    elif compression is not None:
+        from gradwire.comms.step.discarded import DiscardedPasses
+
+        listeners.add(order.DISCARDED, DiscardedPasses(compression, names))
 
 
 def count_passes(listeners: Listeners, compression: "Compression", parameters: Iterable[torch.Tensor]) -> bool:

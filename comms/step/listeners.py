@@ -32,6 +32,7 @@ from gradwire.compressors.base import Layout
     USED_MAP,
     RETURNED,
     PASSES,
+    DISCARDED,
     COMPRESSED_STEPS,
     LOADED,
     UNIT_RATES,
@@ -46,6 +47,7 @@ from gradwire.compressors.base import Layout
     "used_map",
     "returned",
     "passes_per_step",
+    "discarded",
     "compressed_steps",
     "loaded",
     "unit_rates",
@@ -61,6 +63,7 @@ from gradwire.compressors.base import Layout
 
 - `used_map` is first: on CUDA it waits for a collective of DDP, which must not overlap with any of ours.
 - `returned` and `passes_per_step` refuse gradients, so they come before any listener that uses them.
+- `discarded` reads gradients and warns; it sends nothing, and may be anywhere.
 - `compressed_steps` commits or drops the compressor's state, which `residual_notes` reads.
 - `loaded` comes before all that send: ranks that loaded different states send messages of different sizes.
 - `unit_rates` and `first_steps` change the rates of the links, by which all later listeners plan, and measure while

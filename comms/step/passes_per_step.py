@@ -108,7 +108,9 @@ class PassesPerStep(StepListener):
         self._moved |= any(each._version != version for each, version, _ in self._sample)
         # Without memory nothing is compared: the launch that follows reports it to all ranks.
         with suppress(torch.OutOfMemoryError):
-            self._differs += [(_values(each) != values).any() for each, _, values in self._sample if values is not None]
+            self._differs += [
+                (first_values(each) != values).any() for each, _, values in self._sample if values is not None
+            ]
             self._differs = [torch.stack(self._differs).any()] if self._differs else []
         self._sample = []
         if self._steps is not None and self._have_moved():
@@ -127,7 +129,7 @@ class PassesPerStep(StepListener):
             self._sample = [(each, each._version, None) for each in parameters]
             with suppress(torch.OutOfMemoryError):
                 for number, (each, version, _) in enumerate(self._sample[: MOST_SAMPLES if layout else 0]):
-                    self._sample[number] = each, version, _values(each).clone()
+                    self._sample[number] = each, version, first_values(each).clone()
 
     def step_ended(self, step: EndedStep) -> None:
         """Counts the finished backward pass, if dense gradients of this rank were averaged in it.
@@ -209,7 +211,7 @@ class PassesPerStep(StepListener):
         return RuntimeError(REFUSED.format(found=reason, compressor=self._compression.compressor.name))
 
 
-def _values(parameter: Tensor) -> Tensor:
+def first_values(parameter: Tensor) -> Tensor:
     """Returns a view of the first 256 elements (`SAMPLE_NUMEL`) of a parameter's memory, 1-D; fewer if it has fewer.
 
     They are compared between two passes: a difference shows that the weights have moved, even by a change of `.data`.

@@ -7,6 +7,7 @@ import pytest
 from gradwire.comms.step.listeners import (
     COMPRESSED_STEPS,
     CUTS,
+    DISCARDED,
     FIRST_STEPS,
     LOADED,
     MEMBERSHIP,
@@ -45,6 +46,7 @@ def test_the_order_is_declared_and_kept() -> None:
         USED_MAP,  # waits for a sum of DDP, before any collective of ours
         RETURNED,  # refuses gradients before they are used
         PASSES,  # refuses a pass before it is used
+        DISCARDED,  # warns alone, and may be anywhere
         COMPRESSED_STEPS,  # commits state that others read
         LOADED,  # what is sent at all goes by what was loaded
         UNIT_RATES,  # measures links, with nothing in flight

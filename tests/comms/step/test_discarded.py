@@ -1,0 +1,147 @@
+"""Passes whose gradients are thrown away are warned of where a compressor keeps residuals, and only there.
+
+One rank, whose buckets are compressed all the same (plan="flat").
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.comms.step.discarded import MOST_DISCARDED, MOST_PASSES
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Training:
+    """A discriminator, or any model, with its optimizer."""
+
+    def __init__(self, compressor: str, lr: float, **ddp: Any) -> None:
+        layers = (nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.001, **ddp)
+        options: dict[str, Any] = {"momentum": 0.0, "warmup_steps": 1} if compressor == "dgc" else {}
+        self.state = gradwire.HookState(self.model, plan="flat", compressor=compressor, compressor_options=options)
+        self.model.register_comm_hook(self.state, gradwire.comm_hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
+
+    def backward(self) -> None:
+        self.model(torch.ones(2, 16)).square().mean().backward()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward()
+        self.optimizer.step()
+
+
+def of_a_gan(training: Training) -> None:
+    training.step()
+    training.backward()  # the generator's loss; its gradients here are cleared by the next step
+
+
+def of_a_gan_with_zeros(training: Training) -> None:
+    """As the tutorial has it: two passes for the discriminator's loss; gradients are cleared by zeros."""
+    training.optimizer.zero_grad(set_to_none=False)
+    training.backward()
+    training.backward()
+    training.optimizer.step()
+    training.backward()
+
+
+def of_a_critic(training: Training) -> None:
+    for _ in range(5):
+        training.step()
+    training.backward()
+
+
+def of_a_gan_silently(training: Training) -> None:
+    training.step()
+    with training.model.no_sync():
+        training.backward()
+
+
+def usual(training: Training) -> None:
+    training.step()
+
+
+def accumulated(training: Training) -> None:
+    training.optimizer.zero_grad()
+    for _ in range(3):
+        training.backward()
+    training.optimizer.step()
+
+
+def sharpness_aware(training: Training) -> None:
+    training.optimizer.zero_grad()
+    training.backward()
+    with torch.no_grad():
+        for each in training.model.parameters():
+            each.add_(0.01)
+    training.step()
+
+
+def behind_autograd(training: Training) -> None:
+    """An optimizer that writes to `.data`."""
+    training.model.zero_grad()
+    training.backward()
+    for each in training.model.parameters():
+        assert each.grad is not None
+        each.data.sub_(each.grad, alpha=0.1)
+
+
+def skipped_in_a_row(training: Training) -> None:
+    """As a GradScaler that finds its scale, once in thousands of steps."""
+    for _ in range(5):
+        training.model.zero_grad()
+        training.backward()
+    for _ in range(MOST_PASSES // 2):
+        training.step()
+
+
+Pattern = Callable[[Training], None]
+
+
+def said(caplog: pytest.LogCaptureFixture, pattern: Pattern, compressor: str, **ddp: Any) -> list[str]:
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        torch.manual_seed(0)
+        training = Training(compressor, 0.1, **ddp)
+        for _ in range(3 * MOST_DISCARDED):
+            pattern(training)
+        training.state.close()
+    return [each.getMessage() for each in caplog.records if "are cleared without a step" in each.getMessage()]
+
+
+@pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("compressor", ["int8", "powersgd", "dgc"])
+@pytest.mark.parametrize("pattern", [of_a_gan, of_a_gan_with_zeros, of_a_critic])
+def test_gradients_that_are_thrown_away_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture, pattern: Pattern, compressor: str, ddp: dict[str, Any]
+) -> None:
+    (text,) = said(caplog, pattern, compressor, **ddp)
+    assert f"Compressor '{compressor}'" in text and "parameter `" in text and "with model.no_sync():" in text
+
+
+@pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [of_a_gan_silently, usual, accumulated, sharpness_aware, behind_autograd, skipped_in_a_row]
+)
+def test_passes_that_are_used_or_not_sent_are_not_warned_of(
+    caplog: pytest.LogCaptureFixture, pattern: Pattern, ddp: dict[str, Any]
+) -> None:
+    assert not said(caplog, pattern, "int8", **ddp)
+
+
+@pytest.mark.parametrize("compressor", ["none", "fp16"])
+def test_nothing_is_warned_of_where_no_residual_is_kept(caplog: pytest.LogCaptureFixture, compressor: str) -> None:
+    assert not said(caplog, of_a_gan, compressor)
