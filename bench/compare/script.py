@@ -368,6 +368,12 @@ def what_to_write(results: Sequence[ConfigurationResult], configurations: Mappin
     return f"Take {name}, {plain.seconds / (plain.seconds - faster[name]):.2f}x as fast: {how}.{lossy}"
 
 
+def options_behind_script(options: argparse.Namespace) -> list[str]:
+    """Returns the words behind the script that are options of compare, too: the script gets them."""
+    own = {f"--{name.replace('_', '-')}" for name in vars(options)}
+    return [word for word in dict.fromkeys(options.script[1:]) if word.partition("=")[0] in own]
+
+
 def compare_script(options: argparse.Namespace, argv: list[str], start: Start | None) -> None:
     """Runs the script under each configuration; rank 0 prints the table and the advice, also after a signal.
 
@@ -395,6 +401,9 @@ def compare_script(options: argparse.Namespace, argv: list[str], start: Start | 
         nodes = list(Counter(info.hostname for info in world.ranks).values())
         where = f"{shape(nodes)} ranks started by {start.by}"
     speaker = world is None or world.rank == 0
+    if speaker and (behind := options_behind_script(options)):
+        names = " and ".join(f"`{name}`" for name in behind)
+        complain("compare", f"the script gets {names}; put what is meant for compare before --script")
     counted = world is None or options.interface is not None
     runs = _Runs(configurations, WARM_UP_STEPS + options.rounds, PlainLines(shown=speaker))
     try:

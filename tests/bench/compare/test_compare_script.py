@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.compare import script as compare
 from gradwire.bench.compare import script_rank
+from gradwire.bench.compare.options import parse
 from gradwire.bench.compare.report import ConfigurationResult
 from gradwire.bench.compare.script import (
     PLAIN,
@@ -23,6 +24,7 @@ from gradwire.bench.compare.script import (
     _Runs,
     configurations_of,
     main,
+    options_behind_script,
     what_to_write,
 )
 from gradwire.bench.emulation.launch import JobOutcome, RankLine, python_module
@@ -108,6 +110,12 @@ def test_a_hook_of_the_scripts_own_is_named() -> None:
     assert run_of("torch fp16 hook", records([1.0], hook="fp16_compress_hook")).unexpected_hook() is None
     assert run_of("gradwire int8", records([1.0], hook="automatic_hook")).unexpected_hook() is None
     assert run_of("gradwire int8", records([1.0])).unexpected_hook() == ""  # FSDP2: no model takes one
+
+
+def test_options_of_compare_behind_the_script_are_named() -> None:
+    given = ["--nodes", "2", "--script", "train.py", "--nic=1gbit", "--rounds", "3", "--lr", "0.1", "nodes"]
+    assert options_behind_script(parse(given)) == ["--nic=1gbit", "--rounds"]
+    assert not options_behind_script(parse(["--nic", "1gbit", "--script", "train.py"]))
 
 
 def test_speed_ups_are_over_plain_ddp_and_what_does_not_run_comes_last() -> None:
