@@ -1,7 +1,6 @@
 """The console command `gradwire`: one table of sub-commands, each imported only when it is asked for."""
 
 import importlib
-import importlib.metadata
 import io
 import os
 import signal
@@ -90,12 +89,19 @@ def _run(words: Sequence[str]) -> int:
             print(usage())
         return 0
     if words[0] in ("-V", "--version"):
+        from importlib import metadata  # here: Ctrl-C while it is loaded would end in a traceback
+
         with reader_may_leave():
-            print(f"gradwire {importlib.metadata.version('gradwire')}")
+            print(f"gradwire {metadata.version('gradwire')}")
         return 0
     if words[0] not in COMMANDS:
         print(f"gradwire: no command `{printable(words[0])}`\n\n{usage()}", file=sys.stderr)
         return 2
+    try:
+        os.getcwd()  # noqa: PTH109 - torch's libraries end the process where there is none
+    except FileNotFoundError:
+        print(f"gradwire {words[0]}: the current folder has been removed; `cd` to one that there is", file=sys.stderr)
+        return 1
     if words[0] in NEED_TORCH:
         try:
             require_torch()
@@ -107,10 +113,12 @@ def _run(words: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "gradwire").partition(".")[0] == "gradwire":
             raise
+        from importlib import metadata
+
         # As the installed gradwire has it, which may be a wheel: conditions are those of extras.
         try:
-            needed = " ".join(f"'{each}'" for each in importlib.metadata.requires("gradwire") or () if ";" not in each)
-        except importlib.metadata.PackageNotFoundError:
+            needed = " ".join(f"'{each}'" for each in metadata.requires("gradwire") or () if ";" not in each)
+        except metadata.PackageNotFoundError:
             needed = "."  # in a checkout that nobody has installed
         print(f"gradwire {words[0]}: `{error.name}` is missing here: pip install {needed}", file=sys.stderr)
         return 1

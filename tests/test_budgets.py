@@ -21,8 +21,8 @@ MOST_LINES = {
     "topology": 9_470,
     "compressors": 4_100,
     "comms": 25_265,
-    "bench": 12_927,
-    "gradwire": 1_510,
+    "bench": 12_936,
+    "gradwire": 1_516,
     "bench/studies": 5_630,
 }
 """Folder -> lines of code: no blank lines, comments and docstrings; `bench` without its studies, which are not in the

@@ -29,7 +29,16 @@ from gradwire.bench.emulation.placement import Order
 from gradwire.bench.emulation.rate import format_nic_rates, parse_nic_rates
 from gradwire.bench.emulation.signals import EndedBySignal, clean_end
 from gradwire.bench.pipe import reader_may_leave
-from gradwire.bench.terminal import STDOUT, CleanConsole, add_json_option, complain, right_columns, working, write_json
+from gradwire.bench.terminal import (
+    STDOUT,
+    CleanConsole,
+    add_json_option,
+    complain,
+    fitting_width,
+    right_columns,
+    working,
+    write_json,
+)
 from gradwire.topology.printable import shortened
 
 GRACE_HELP = "time in which the other ranks may report their errors after a rank failed (default 30)"
@@ -192,7 +201,7 @@ def nic_table(cluster: EmulatedCluster, nic_bytes: Sequence[NicBytes], after: st
     """
     rate = ", ".join(dict.fromkeys(map(format_nic_rates, cluster.rates_by_nic))) or "no limit"
     title = f"bytes on the links ({rate}, {after})"
-    table = Table("node", *right_columns("ranks", "sent", "received"), title=title, min_width=48)
+    table = Table("node", *right_columns("ranks", "sent", "received"), title=title, min_width=min(48, fitting_width()))
     for nic in nic_bytes:
         table.add_row(nic.hostname, str(cluster.nodes[nic.node]), f"{nic.tx:,}", f"{nic.rx:,}")
         for each in nic.nics if len(nic.nics) > 1 else ():
