@@ -75,10 +75,10 @@ class DiscardedPasses(StepListener):
         self._was_discarded, self._discarded = self._discarded, False
         # Note a parameter of this pass, for the next one.
         self._noted = None
-        found = next((each for each in self._names.named_parameters() if each[1].grad is not None), None)
-        if found is None:
+        trained = ((name, each) for name, each in self._names.named_parameters() if each.requires_grad and each.numel())
+        name, parameter = next(((name, each) for name, each in trained if each.grad is not None), ("", None))
+        if parameter is None:
             return
-        name, parameter = found
         self._noted = parameter, parameter._version, first_values(parameter).clone()
         self._watch(parameter)
         if self._found >= MOST_DISCARDED and self._compression.keeps:

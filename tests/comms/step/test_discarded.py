@@ -145,3 +145,25 @@ def test_passes_that_are_used_or_not_sent_are_not_warned_of(
 @pytest.mark.parametrize("compressor", ["none", "fp16"])
 def test_nothing_is_warned_of_where_no_residual_is_kept(caplog: pytest.LogCaptureFixture, compressor: str) -> None:
     assert not said(caplog, of_a_gan, compressor)
+
+
+def test_a_parameter_that_is_frozen_or_empty_is_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training("int8", 0.1, find_unused_parameters=True)
+    training.step()
+    first = next(iter(training.model.parameters()))
+    assert first.grad is not None  # stays, though nothing is accumulated into it any more
+    first.requires_grad_(False)
+    for _ in range(3 * MOST_DISCARDED):
+        training.step()
+    training.state.close()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(0, 16), nn.Linear(16, 16)))
+    state = gradwire.HookState(model, plan="flat", compressor="int8")
+    model.register_comm_hook(state, gradwire.comm_hook)
+    for _ in range(3 * MOST_DISCARDED):
+        model.zero_grad()
+        model(torch.ones(2, 0)).sum().backward()
+        for each in model.parameters():
+            assert each.grad is not None
+            each.data.sub_(each.grad, alpha=0.1)
+    state.close()
+    assert not [each for each in caplog.messages if "are cleared without a step" in each]
