@@ -40,8 +40,8 @@ class Deadline:
 
     @property
     def is_in_flight(self) -> bool:
-        """Returns whether some of the work has not completed yet; may be called from any thread."""
-        with self._lock, self._on_device():
+        """Returns whether some of the work has not completed yet."""
+        with self._lock:
             self._drop_passed()
             return bool(self._marks)
 

@@ -10,15 +10,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap import addresses, failure_reporter, kernel, liveness, probe, ring_connections
@@ -262,29 +261,6 @@ class Event:
 
     def query(self) -> bool:
         return self.passed
-
-
-def test_events_are_asked_with_their_device_selected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that asks without it, such as that of the ring, would make a context on the first device."""
-    selected: list[torch.device] = []
-
-    @contextmanager
-    def select(device: torch.device) -> Iterator[None]:
-        selected.append(device)
-        yield
-        selected.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", select)
-    device, asked = torch.device("cuda", 3), list[bool]()
-
-    def has_passed() -> bool:
-        asked.append(selected == [device])
-        return False
-
-    deadline = Deadline(timedelta(0), device)
-    deadline.watch(has_passed)
-    assert deadline.is_in_flight and deadline.overdue() is not None
-    assert asked and all(asked)
 
 
 def test_the_oldest_event_that_has_not_passed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
