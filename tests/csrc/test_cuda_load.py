@@ -175,7 +175,7 @@ def test_kernels_that_the_compiler_refuses_are_replaced_before_the_first_step(
     monkeypatch.setattr(load, "compile_cubin", refuse)
     dispatch.prepare_kernels(device, {"cast"})
     assert dispatch.kernels_for(device) is reference
-    assert "torch operators, which are slower on a GPU: NVRTC refuses cast" in caplog.text
+    assert "torch operators, which are slower on a GPU" in caplog.text and "NVRTC refuses cast" in caplog.text
 
 
 @pytest.mark.usefixtures("compiler")
@@ -188,7 +188,7 @@ def test_a_codec_without_kernels_for_cuda_is_noticed_before_the_first_step(
     assert dispatch.kernels_for(device) is cuda
     dispatch.prepare_kernels(device, {"cast", "ternary"})
     assert dispatch.kernels_for(device) is reference
-    assert "slower on a GPU: csrc/cuda has kernels for dgc, cast, " in caplog.text
+    assert "counts that: csrc/cuda has kernels for dgc, cast, " in caplog.text
     assert "not for ternary" in caplog.text
 
 
