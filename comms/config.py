@@ -94,10 +94,6 @@ class PlanChoice(OptionGroup):
 
     The option `plan` takes the value of `name`, or a mapping with some of the names `name` and `chunks`.
 
-    Attributes:
-        name: `auto`, `flat`, `hierarchical` or `leader`.
-        chunks: Chunks that a bucket is cut into so that the phases of a plan overlap; 0 lets the planner choose.
-
     Raises:
         TypeError: `chunks` is no int.
         ValueError: There is no such plan, or `chunks` is negative or more than `MOST_CHUNKS` (1024).
@@ -124,15 +120,6 @@ class Reduction(OptionGroup):
     """Reduction of the ranks' gradients, a part of `Config`.
 
     The option `reduction` takes the value of `kind`, or a mapping with some of the names of the attributes.
-
-    Attributes:
-        kind: `sum`, or `samples`, which averages over samples instead of ranks.
-        average: Whether gradients are averaged over the ranks; else they are summed.
-        predivide: Divisor of the gradients before the sum; the sum is divided by the number of ranks over it. None
-            divides by the number of ranks before the sum.
-        sum_dtype: `own`, or `float32` for the sums of float16 and bfloat16 buckets between nodes.
-        sparse_as_dense: Whether sparse gradients are sent between nodes as dense tensors; `auto` if that takes fewer
-            bytes.
 
     Raises:
         TypeError: `average` is no bool.
