@@ -205,7 +205,7 @@ def check_picture(option: str, path: Path) -> None:
 
 
 def check_can_plot(option: str) -> None:
-    """Checks that a picture can be drawn.
+    """Checks that matplotlib, which draws pictures, is installed.
 
     Args:
         option: Name of the option, such as `--plot`.

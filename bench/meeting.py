@@ -98,7 +98,10 @@ class GivenJob:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Ends this process inside the block, and each that it starts by multiprocessing, if its ranks cannot meet."""
+        """Returns a context manager in which `init_process_group` checks first whether the ranks can meet.
+
+        If they cannot, it prints why and ends the process. Processes started by multiprocessing do the same.
+        """
         # Imported here, because the doctor also imports this module in a Python without torch.
         from torch.distributed import distributed_c10d
 

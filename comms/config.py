@@ -168,7 +168,7 @@ class Reduction(OptionGroup):
 
 
 def _check_kinds(options: object, kinds: Mapping[str, type]) -> None:
-    """Refuses options of the wrong type.
+    """Checks that options have the types that they are declared with; a bool is no int.
 
     Args:
         options: Object with the options as attributes.

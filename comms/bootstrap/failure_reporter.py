@@ -127,7 +127,7 @@ class FailureReporter(ABC):
             error: Error that the transport raised.
             phase: Operation and phase, such as `all_reduce inter_node`.
             members: Ranks of the failed collective, as the group numbers them; empty if unknown. Without the store
-                they are probed first.
+                those next to this rank are among the ranks that it probes.
             launches: Number of launches that this rank has started, if all ranks count them.
             waiting: Whether the device waits for other ranks.
         """
@@ -385,7 +385,7 @@ class StoreFailureReporter(FailureReporter):
             error: Error that the transport raised.
             phase: Operation and phase, such as `all_reduce inter_node`.
             members: Ranks of the failed collective, as the group numbers them; empty if unknown. Without the store
-                they are probed first.
+                those next to this rank are among the ranks that it probes.
             launches: Number of launches that this rank has started, if all ranks count them.
             waiting: The device waits for other ranks. After a timeout, a rank whose device does not, and which has
                 started fewer launches than another one, is the missing rank.

@@ -93,7 +93,7 @@ class PassesPerStep(StepListener):
         _register()
 
     def step_began(self, steps: int) -> None:
-        """Compares the weights with those at the last pass, and refuses a pass that is one of several in a step.
+        """Compares the weights with those at the last pass; refuses a further backward pass before an optimizer step.
 
         On CUDA it may wait for the device if an optimizer is in its step.
 

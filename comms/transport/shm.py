@@ -118,13 +118,11 @@ class ShmGroup:
     Thread safety: collectives are called from one thread at a time. `abort` may be called from any thread.
     """
 
-    def __init__(
-        self, group: native.SharedMemoryGroup, rank: int, size: int, members: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, group: native.SharedMemoryGroup, rank: int, size: int, members: Sequence[int]) -> None:
         self.rank = rank
         self.size = size
         self._native = group
-        self._members = range(size) if members is None else members
+        self._members = members
 
     @classmethod
     def create(
@@ -167,11 +165,11 @@ class ShmGroup:
             )
         if timeout <= timedelta(0):
             raise ValueError(f"`timeout` is {timeout}; wanted a positive duration")
+        members = range(size) if members is None else members
         try:
             opened = open_group(store, rank, size, key, timeout, block, peer_wait)
         except PeerError as error:
-            if members is not None:
-                error.missing = tuple(members[index] for index in error.missing)
+            error.missing = tuple(members[index] for index in error.missing)
             raise
         return cls(opened, rank, size, members)
 

@@ -27,7 +27,7 @@ WRITE_TORCH_HOOK = "model.register_comm_hook(None, default_hooks.fp16_compress_h
 
 TCP_IS_BOUND = (
     "NCCL over TCP is taken to reach the whole rate of the cards, which is an upper bound: 11 to 60 of 100 Gbit/s were "
-    "reported. Best give as --nic what nccl-tests reach on yours."
+    "reported. Measure yours with nccl-tests, and give it as --nic."
 )
 """Said where cards have no RDMA. Source: NVIDIA/nccl issues 209 (10.7 to 41 Gbit/s where iperf3 had 92), 450 (4 to 6
 GB/s) and 1447 (about 60 Gbit/s), by releases, channels and sockets: no one factor fits them."""

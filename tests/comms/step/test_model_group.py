@@ -3,14 +3,12 @@
 import gc
 import logging
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -87,13 +85,6 @@ def waited_in_vain(rank: int) -> str:
 def test_a_time_out_at_the_start_names_a_model_that_not_all_ranks_train(processes: Processes) -> None:
     said, _ = processes(2, waited_in_vain, environment={"GRADWIRE_HOSTNAME": "a"})
     assert "made without a process group, so it waited for all ranks of the default group" in said
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

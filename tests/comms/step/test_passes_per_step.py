@@ -3,14 +3,12 @@
 One rank, whose buckets are compressed all the same (plan="flat").
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,12 +19,7 @@ import gradwire.fsdp
 from gradwire.comms.sharded.state import FsdpState
 from gradwire.comms.step.passes_per_step import MOST_STEPS
 
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 Step = Callable[[nn.Module, torch.optim.Optimizer], None]

@@ -3,24 +3,15 @@
 One rank, whose buckets are compressed all the same (plan="flat").
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms.checkpoint import Checkpoint, pack
 
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def of_other_ranks() -> Checkpoint:

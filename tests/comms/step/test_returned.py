@@ -3,14 +3,12 @@
 One rank, for which the checks are those of ranks that compress (plan="flat").
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +16,8 @@ import gradwire
 from gradwire.comms.compression import Compression
 from gradwire.comms.step.returned import ReturnedGradients
 from gradwire.compressors.base import Layout, Slice
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 STEPS = 3
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -178,13 +178,6 @@ TAKEN: list[Any] = [
     replaced_by_hand,
     other_gradients,
 ]
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("step", REFUSED, ids=[each.__name__ for each in REFUSED])

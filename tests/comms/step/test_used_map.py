@@ -3,14 +3,11 @@
 That nothing waits for ever is the law of tests/gpu_standin/test_schedules.py, on a GPU with few multiprocessors.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.bootstrap.compat import GradBucket, queue_end_of_backward
@@ -30,13 +27,6 @@ class Recorded:
 
     def synchronize(self, device: torch.device) -> None:
         self.waited += 1
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
