@@ -131,7 +131,7 @@ ELASTIC = (
         "            self.position = self._started = furthest\n",
         "            pass\n",
         "The others take a newcomer for a rank that is behind.",
-        (_LOSSES,),
+        (f"{_LAWS}::test_who_has_joined_repeats_a_failed_step_as_all_do",),
     ),
     Mutation(
         "a failure here is told to nobody",
@@ -146,8 +146,8 @@ ELASTIC = (
         _MEMBERS,
         '            leader = self._store.elect(f"{number}/leader/{attempt}", rank)\n',
         "            leader = rank\n",
-        "Every rank writes down who is left, as it sees it.",
-        (_LOSSES, _NETWORK, "tests/comms/elastic/test_membership.py"),
+        "Every rank asks for every other one.",
+        ("tests/comms/elastic/test_membership.py::test_one_rank_asks_for_all",),
     ),
     Mutation(
         "the leader waits for nobody",
@@ -163,7 +163,7 @@ ELASTIC = (
         "\nSILENCE_SECONDS = 5.0\n",
         "\nSILENCE_SECONDS = 0.5\n",
         "A rank that pauses for a second is given up.",
-        (_LOSSES,),
+        (f"{_LAWS}::test_a_rank_that_pauses_while_the_others_vote_stays",),
     ),
     Mutation(
         "a rank says nothing of itself while the others agree",

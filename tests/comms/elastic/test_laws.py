@@ -212,6 +212,24 @@ def test_a_connection_that_cannot_be_made_is_an_error_at_last_and_one_that_broke
     assert bool(raised) == (seconds == END_SECONDS), job.describe()
 
 
+@pytest.mark.parametrize("step", range(3, STEPS - 1))
+def test_who_has_joined_repeats_a_failed_step_as_all_do(step: int) -> None:
+    """The results of a newcomer's step are counted as the others count theirs, whenever it came."""
+    job, living = play(5, "aab", {2: ["b"]}, [], failing={("p1", step): 1})
+    check(job, living)
+    assert living == {"p0", "p1", "p2", "p3"}
+    assert all(diary.finished and step in diary.applied for diary in job.diaries.values()), job.describe()
+    assert all("p3" in diary.applied[step] for diary in job.diaries.values()), job.describe()
+
+
+@pytest.mark.parametrize("seconds", [1.0, SHORT_SECONDS])
+def test_a_rank_that_pauses_while_the_others_vote_stays(seconds: float) -> None:
+    job, living = play(5, "aabb", {}, [Event("freeze", 0.45, 2, seconds), Event("loss", 0.5, 1, 0.0)])
+    check(job, living)
+    assert living == {"p0", "p2", "p3"}
+    assert all(job.diaries[name].finished for name in living), job.describe()
+
+
 def test_a_loss_is_over_at_once() -> None:
     """Its kernel says that the process has ended: nobody waits for a silence."""
     for seed in range(3):

@@ -76,6 +76,25 @@ def test_all_survivors_name_the_same_members(seed: int) -> None:
     lose(made, left)
 
 
+def test_one_rank_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that asked whether every other one is there would load the store with the square of the ranks."""
+    made = members(HashStore(), 6)
+    left = [0, 1, 2, 4, 5]
+    asked: list[int] = []
+    collect = Membership._collect
+
+    def counted(self: Membership, generation: Any) -> list[int]:
+        asked.append(generation.view.generation)
+        return collect(self, generation)
+
+    monkeypatch.setattr(Membership, "_collect", counted)
+    lose(made, [3])
+    views = run_ranks(len(left), next_of(made, left))
+    assert {view.size for view in views} == {5}
+    assert sorted(asked) == list(range(views[0].generation))
+    lose(made, left)
+
+
 def test_who_joins_is_among_the_members_of_all_or_of_none() -> None:
     store = HashStore()
     made = members(store, 3)
