@@ -20,10 +20,10 @@ STUDIES = ROOT / "bench" / "studies"
 MOST_LINES = {
     "topology": 9_470,
     "compressors": 4_074,
-    "comms": 25_260,
+    "comms": 25_266,
     "bench": 12_936,
     "gradwire": 1_516,
-    "bench/studies": 5_630,
+    "bench/studies": 5_730,
 }
 """Folder -> lines of code: no blank lines, comments and docstrings; `bench` without its studies, which are not in the
 wheel."""

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gradwire.comms.compression import Compression
     from gradwire.comms.names import ParameterNames
 
+SAMPLE_NBYTES = 1 << 14
 MOST_DISCARDED, MOST_PASSES = 3, 256
 """Passes thrown away at which it warns, and passes after which it looks no further. A pass counts if the one before it
 was used: the steps in a row that a GradScaler skips count once, and then it trains for thousands of steps."""
@@ -112,8 +114,19 @@ class DiscardedPasses(StepListener):
             values: Its first values then, as optimizers that write to `.data` change no version.
         """
         self._noted = None
-        cleared = parameter._version == version and (parameter.grad is None or not parameter.grad.any())
+        cleared = parameter._version == version and (parameter.grad is None or _is_zero(parameter.grad))
         self._discarded = cleared and bool((first_values(parameter) == values).all())
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    """Returns whether all elements of a gradient are zero; if few are, from some of the first elements alone."""
+    whole = gradient.detach()
+    if not whole.is_contiguous():
+        return not whole.any()
+    # As bytes: five times as fast on a processor, where a pass over floats takes milliseconds of a step. Zeros that
+    # somebody wrote are positive.
+    flat = whole.view(-1).view(torch.uint8)
+    return not flat[:SAMPLE_NBYTES].any() and not flat.any()
 
 
 def _remove(handles: "dict[int, RemovableHandle]") -> None:

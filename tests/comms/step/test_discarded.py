@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.step.discarded import MOST_DISCARDED, MOST_PASSES
+from gradwire.comms.step.discarded import MOST_DISCARDED, MOST_PASSES, SAMPLE_NBYTES
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -160,3 +160,18 @@ def test_a_parameter_that_is_frozen_or_empty_is_not_looked_at(caplog: pytest.Log
             each.data.sub_(each.grad, alpha=0.1)
     state.close()
     assert not [each for each in caplog.messages if "are cleared without a step" in each]
+
+
+def test_a_gradient_that_is_zero_but_for_a_few_rows_is_no_cleared_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows beyond those that are looked at first: accumulated over three passes, and never cleared in between."""
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(SAMPLE_NBYTES, 1), nn.Linear(1, 4)))
+    state = gradwire.HookState(model, plan="flat", compressor="int8")
+    model.register_comm_hook(state, gradwire.comm_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3 * MOST_DISCARDED):
+        optimizer.zero_grad()
+        for _ in range(3):
+            model(torch.tensor([SAMPLE_NBYTES - 1])).sum().backward()
+        optimizer.step()
+    state.close()
+    assert "are cleared without a step" not in caplog.text
