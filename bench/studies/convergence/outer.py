@@ -14,7 +14,7 @@ With `--joined` one rank stands for a node and takes the batches of all its rank
 Speed is seconds a step, all methods in turns in one run, each for as many steps as an exchange of the whole model takes
 turns for; `workers alone` never exchange anything: that is the machine without a limit on its links.
 Cost is the processor time of all threads of a rank for one step of exchanges, between which it sleeps: other jobs on
-the machine change it less than seconds.
+the machine change it less than seconds. It is that of methods of Outer alone.
 """
 
 import json
@@ -518,8 +518,8 @@ def main(argv: list[str]) -> int:
         _add(options.json, found)
         return 0
     if options.what == "cost":
-        for method in methods:
-            found = cost(task, method, nodes, options.steps)
+        for method in (each for each in methods if each.options is not None):
+            found = cost(task, method, nodes, steps)
             _add(options.json, found)
             print(f"{method.name}: {1e3 * float(str(found['processor_seconds'])):.2f} ms, load {found['load']:.1f}")
         return 0
