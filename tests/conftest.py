@@ -50,8 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--hosts-network",
         metavar="NETWORK",
-        help="run the tests with the fixture `processes` alone, and their ranks in network namespaces with addresses "
-        "of this network, as 10.201.0.0/16 or fd77::/64, without a default route and without names",
+        help="run the ranks of the fixture `processes` in network namespaces with addresses of this network, as "
+        "10.201.0.0/16 or fd77::/64, without a default route and without names",
     )
     parser.addoption("--schedules", type=int, default=3, help="random schedules of each plan on the GPU stand-in")
 
@@ -98,9 +98,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Their ranks wait for each other: last, with nothing else left to run beside them, they took half of the time.
     """
-    if config.getoption("--hosts-network"):
-        items[:] = [item for item in items if "processes" in getattr(item, "fixturenames", ())]
     for item in items:
+        if "processes" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
         starts_ranks = SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))
         emulated = item.get_closest_marker("netns") or item.get_closest_marker("mpi")
         if starts_ranks or emulated or item.nodeid.startswith(SLOW):

@@ -153,7 +153,9 @@ def _starter(server: multiprocessing.context.ForkServerContext, emulated: Hosts 
 
 
 @pytest.fixture
-def processes(_server: multiprocessing.context.ForkServerContext, _hosts: Hosts | None) -> Iterator[Processes]:
+def processes(
+    request: pytest.FixtureRequest, _server: multiprocessing.context.ForkServerContext, _hosts: Hosts | None
+) -> Iterator[Processes]:
     """Starts ranks as processes, with torchrun's variables set and a free port for the store.
 
     `processes(size, target, *arguments, nodes=["a", "a", "b"], environment={}, seconds=90, lost=(), agent=False)`:
@@ -162,7 +164,8 @@ def processes(_server: multiprocessing.context.ForkServerContext, _hosts: Hosts 
     does: the loss of rank 0 does not take it along. Whatever is still there after `seconds`, or when the test ends, is
     killed.
     """
-    with _starter(_server, _hosts) as run:
+    here = request.node.get_closest_marker("one_machine") is not None
+    with _starter(_server, None if here else _hosts) as run:
         yield run
 
 
@@ -254,13 +257,6 @@ def _serve_store(address: str, host: int | None, outcome: Connection) -> None:
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
     outcome.send(store.port)
     outcome.poll(None)
-
-
-@pytest.fixture
-def one_machine(request: pytest.FixtureRequest) -> None:
-    """For ranks that meet outside of the fixture `processes`: not on hosts of their own."""
-    if request.config.getoption("--hosts-network"):
-        pytest.skip("its ranks meet on this machine, not on emulated hosts")
 
 
 class OnGroups(Protocol):

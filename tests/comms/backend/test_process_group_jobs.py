@@ -113,7 +113,7 @@ def train_in_a_start(rank: int, port: int, dies: bool) -> list[Tensor]:
 
 
 @every_cluster
-@pytest.mark.usefixtures("one_machine")
+@pytest.mark.one_machine
 def test_a_restart_on_the_same_store_meets_nothing_of_the_start_before(processes: Processes, nodes: list[str]) -> None:
     """torchrun --max-restarts keeps the store, with the addresses and segments of processes that are dead."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
