@@ -237,17 +237,24 @@ def test_without_torch_it_says_what_to_install(bare: Installed) -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """All of the checkout but what is installed: tests, docs, examples, and what lies beside them."""
+    """All of the checkout but what is installed: tests, docs, examples, and what lies beside them.
+
+    The machines of `shared/`, where there are some beside the checkout, are beside it, too.
+    """
+    target = tmp_path / "checkout"
+    target.mkdir()
+    if (ROOT.parent / "shared").exists():
+        (tmp_path / "shared").symlink_to(ROOT.parent / "shared")
     installed = {path.resolve().name for path in (ROOT / "gradwire").iterdir() if path.is_symlink()} | {"gradwire"}
     made = {".git", ".venv", "build", "dist"}
     for path in ROOT.iterdir():
         if path.name in installed | made or path.name.endswith("_cache"):
             continue
         if path.is_dir():
-            shutil.copytree(path, tmp_path / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(path, target / path.name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy(path, tmp_path / path.name)
-    return tmp_path
+            shutil.copy(path, target / path.name)
+    return target
 
 
 def test_the_suite_of_what_users_meet_passes_against_the_wheel(complete: Installed, elsewhere: Path) -> None:

@@ -5,7 +5,8 @@
     python -m gradwire.bench.studies.tables                   # the page
 
 A section is a command that writes JSON. What it found becomes CSV files in docs/results/data/performance, and a row of
-`runs.csv` there. A section whose command fails keeps its files, and the failure is printed.
+`runs.csv` there. A section whose command fails keeps its files, and the failure is printed. Each run adds a row to
+`history.csv`, with its commit and its ratios, and draws the picture of all rows.
 """
 
 import json
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.machine import machine_line
-from gradwire.bench.studies import hook_speed, shm_peers
+from gradwire.bench.studies import history, hook_speed, shm_peers
 from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.page import read, write
 
 DATA = Path("docs/results/data/performance")
+PICTURE = Path("docs/pictures/history.png")
 RUNS_HEAD = ["section", "command", "what ran", "machine and date"]
 
 Record = Mapping[str, Any]
@@ -202,6 +204,9 @@ def build_parser() -> StudyParser:
     parser = StudyParser("performance", __doc__)
     parser.add_names("section", [one.name for one in SECTIONS])
     parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help=f"for the files (default {DATA})")
+    parser.add_argument(
+        "--picture", type=Path, default=PICTURE, metavar="FILE", help=f"of the history (default {PICTURE})"
+    )
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one section (default 1200)")
     parser.add_argument("--mpi-venv", action="append", default=[], metavar="NAME=DIR", help="for the section `peers`")
     return parser
@@ -214,7 +219,8 @@ def main(argv: list[str]) -> int:
         argv: Sections and options.
     """
     options = build_parser().parse_args(argv)
-    failed = False
+    failed, commit = False, history.commit_of(Path())
+    measured = []
     for section in SECTIONS:
         if options.sections and section.name not in options.sections:
             continue
@@ -223,6 +229,15 @@ def main(argv: list[str]) -> int:
         failed = failed or record is None
         if record is not None:  # at once: an hour's work is not lost to the last one
             keep(section, record, extra, options.data)
+            measured.append(section.name)
+    if any(ratio.section in measured for ratio in history.RATIOS):
+        for words in history.add_run(options.data, measured, commit):
+            print(f"slower than before: {words}", file=sys.stderr)
+        try:
+            history.draw(options.data, options.picture)
+        except RuntimeError as error:
+            print(f"no picture of the history: {error}", file=sys.stderr)
+            failed = True
     return int(failed)
 
 

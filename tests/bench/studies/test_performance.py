@@ -22,7 +22,7 @@ def test_only_what_ran_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(performance, "measure", found)
     performance.keep(second, {}, [], tmp_path)
     old = (tmp_path / "bad.csv").read_text()
-    assert performance.main(["--data", str(tmp_path)]) == 1
+    assert performance.main(["--data", str(tmp_path), "--picture", str(tmp_path / "history.svg")]) == 1
     assert read(tmp_path / "hook.csv") == [["a"], ["1"]] and (tmp_path / "bad.csv").read_text() == old
     runs = read(tmp_path / "runs.csv")
     assert [row[:3] for row in runs[1:]] == [["hook", "`python -m this`", "it ran"], ["bad", "`python -m that`", ""]]
@@ -62,5 +62,5 @@ def test_sizes_stand_in_rows_and_peers_or_backends_in_columns() -> None:
 def test_the_files_of_the_page_are_those_that_the_sections_write() -> None:
     runs = read(DATA / "runs.csv")
     assert runs[0] == performance.RUNS_HEAD and [row[0] for row in runs[1:]] == [one.name for one in SECTIONS]
-    written = {"peers_2", "peers_4", "runs", *(one.name for one in SECTIONS if one.name != "peers")}
+    written = {"peers_2", "peers_4", "runs", "history", *(one.name for one in SECTIONS if one.name != "peers")}
     assert {file.stem for file in DATA.glob("*.csv")} == written
