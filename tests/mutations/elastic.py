@@ -211,7 +211,7 @@ ELASTIC = (
         "            return signal.read()\n",
         "            return None\n",
         "A failure that has ended no process is heard of by nobody.",
-        (_AGAIN,),
+        ("tests/comms/elastic/test_membership.py::test_an_alarm_that_is_in_the_store_alone_is_heard_by_all",),
     ),
     Mutation(
         "a member that never comes is waited for",
@@ -236,7 +236,7 @@ ELASTIC = (
         "        if last and not following.may_be_unreached:\n",
         "        if last:\n",
         "Ranks that only one connection parts agree again and again, and never train.",
-        (_MEET, _NETWORK),
+        (f"{_LIVENESS}::test_a_next_rank_that_is_there_and_cannot_be_reached_ends_the_ring_unless_that_is_known",),
     ),
     Mutation(
         "a connection that ends is no failure",

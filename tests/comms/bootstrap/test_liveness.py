@@ -110,6 +110,45 @@ def ring(
     return rings, heard
 
 
+@pytest.mark.parametrize("may_be_unreached", [False, True])
+def test_a_next_rank_that_is_there_and_cannot_be_reached_ends_the_ring_unless_that_is_known(
+    may_be_unreached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one connection alone cannot be made, a ring that ends for it would end again after every vote."""
+
+    def unreachable(address: str, port: int) -> socket.socket:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(ring_connections, "start_connecting", unreachable)
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    heard = [Heard(), Heard()]
+    rings = [
+        LivenessRing(
+            store,
+            rank,
+            2,
+            GroupFailures(),
+            heard[rank],
+            waited=lambda: 0.0,
+            join_seconds=1.0,
+            may_be_unreached=may_be_unreached,
+        )
+        for rank in range(2)
+    ]
+    dialers = [each._dialer.next for each in rings]
+    deadline = time.monotonic() + SECONDS
+    while any(each.checks for each in dialers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(each.checks for each in dialers)  # the last one was made
+    if may_be_unreached:
+        assert not any(each.told.wait(0.5) for each in heard)
+    else:
+        assert all(each.told.wait(SECONDS) for each in heard)
+        assert any("is unreachable" in str(each.error) for each in heard)  # the other may see that its port is closed
+    for each in rings:
+        each.close()
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_both_neighbours_name_a_rank_that_has_ended(size: int) -> None:
     rings, heard = ring(size)

@@ -12,7 +12,9 @@ import pytest
 
 from gradwire.comms.bootstrap import liveness
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
+from gradwire.comms.bootstrap.failure_reporter import AbortSignal
 from gradwire.comms.bootstrap.failures import FAILED, OVER, SILENT, PeerFailure
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
@@ -93,6 +95,16 @@ def test_one_rank_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {view.size for view in views} == {5}
     assert sorted(asked) == list(range(views[0].generation))
     lose(made, left)
+
+
+def test_an_alarm_that_is_in_the_store_alone_is_heard_by_all() -> None:
+    """As of a rank whose connections say nothing: its process lives, and its neighbours cannot tell the others."""
+    store = HashStore()
+    made = members(store, 3)
+    AbortSignal(PollingStore(store, TIMEOUT), 1, "0/abort").set(PeerFailure("rank 1 cannot go on", FAILED))
+    views = run_ranks(3, lambda rank: made[rank].next(SECONDS))
+    assert [(view.generation, view.size) for view in views] == [(1, 3)] * 3
+    lose(made, range(3))
 
 
 def test_who_joins_is_among_the_members_of_all_or_of_none() -> None:
