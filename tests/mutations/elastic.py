@@ -293,7 +293,15 @@ ELASTIC = (
         '        if not hmac.compare_digest(proof, peer.proof_of("caller")):\n',
         "        if False:\n",
         "A port scanner's end is the end of a rank.",
-        (_LIVENESS,),
+        (f"{_LIVENESS}::test_who_cannot_prove_to_be_a_rank_that_has_not_come_yet_is_turned_away",),
+    ),
+    Mutation(
+        "a service with a rank's port is that rank",
+        _DIAL,
+        '            if not hmac.compare_digest(reply[-PROOF_NBYTES:], peer.proof_of("called")):\n',
+        "            if False:\n",
+        "The end of another program is the end of a rank.",
+        (f"{_LIVENESS}::test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it",),
     ),
     Mutation(
         "a frozen rank is waited for",

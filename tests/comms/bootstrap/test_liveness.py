@@ -466,6 +466,21 @@ def test_other_programs_are_turned_away(said: bytes) -> None:
         each.close()
 
 
+@pytest.mark.usefixtures("quick")
+def test_who_cannot_prove_to_be_a_rank_that_has_not_come_yet_is_turned_away() -> None:
+    """A rank that is connected is not taken a second time; here the proof alone is in the way."""
+    heard = Heard()
+    alone = LivenessRing(PollingStore(HashStore(), timedelta(seconds=SECONDS)), 0, 2, GroupFailures(), heard)
+    with socket.create_connection(("127.0.0.1", alone._connections.listener.getsockname()[1]), SECONDS) as stranger:
+        stranger.sendall(HELLO)
+        assert stranger.recv(1024).startswith(ring_connections.GREETING)
+        stranger.sendall(bytes(ring_connections.PROOF_NBYTES))
+        assert stranger.recv(1) == b""
+    assert not any(peer.known for peer in list(alone._connections.peers.values()))
+    assert not heard.told.wait(0.1)
+    alone.close()
+
+
 def test_a_crowd_that_calls_while_the_ring_is_busy_keeps_no_neighbour_out() -> None:
     ends = ring_connections.RingConnections(0, 2)
     with ExitStack() as closing, selectors.DefaultSelector() as ends.selector:
@@ -478,8 +493,15 @@ def test_a_crowd_that_calls_while_the_ring_is_busy_keeps_no_neighbour_out() -> N
         assert len(ends.peers) == 40
 
 
+REPLY = ring_connections.GREETING + bytes(ring_connections.NONCE_NBYTES + ring_connections.PROOF_NBYTES)
+"""What a rank answers, without its proof."""
+
+
 @pytest.mark.usefixtures("quick")
-def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("said", [b"220 ready\r\n", REPLY])
+def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(
+    said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
     with socket.create_server(("127.0.0.1", 0)) as service:
@@ -488,7 +510,7 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
         alone = LivenessRing(store, 0, 2, GroupFailures(), heard)
         accepted, _ = service.accept()
         with accepted:
-            accepted.sendall(b"220 ready\r\n")
+            accepted.sendall(said)
         until(lambda: "cannot reach rank 1" in caplog.text)
     assert not heard.told.is_set()
     alone.close()
