@@ -9,6 +9,7 @@ _RESILIENT = "comms/elastic/resilient_ops.py"
 _FAILURE = "comms/bootstrap/failure_reporter.py"
 _PROBE = "comms/bootstrap/probe.py"
 _PROGRAMS = "comms/run/programs.py"
+_MEMBERSHIP = "tests/comms/elastic/test_membership.py"
 _LAWS = "tests/comms/elastic/test_laws.py"
 _AGAIN = f"{_LAWS}::test_a_failure_that_comes_again_is_raised_and_one_that_does_not_is_repeated"
 _MEET = f"{_LAWS}::test_a_connection_that_cannot_be_made_is_an_error_at_last_and_one_that_broke_is_made_anew"
@@ -147,7 +148,7 @@ ELASTIC = (
         '            leader = self._store.elect(f"{number}/leader/{attempt}", rank)\n',
         "            leader = rank\n",
         "Every rank asks for every other one.",
-        ("tests/comms/elastic/test_membership.py::test_one_rank_asks_for_all",),
+        (f"{_MEMBERSHIP}::test_one_rank_asks_for_all",),
     ),
     Mutation(
         "the leader waits for nobody",
@@ -179,7 +180,7 @@ ELASTIC = (
         "        if view.rank not in left:\n",
         "        if False:\n",
         "A rank that is not among the members has no number among them.",
-        ("tests/comms/elastic/test_membership.py::test_an_evicted_rank_gets_an_error",),
+        (f"{_MEMBERSHIP}::test_an_evicted_rank_gets_an_error",),
     ),
     Mutation(
         "survivors are numbered as before",
@@ -195,7 +196,7 @@ ELASTIC = (
         "        members = (*(view.members[rank] for rank in left), *joined)\n",
         "        members = (*joined, *(view.members[rank] for rank in left))\n",
         "Survivors' numbers are those of others.",
-        ("tests/comms/elastic/test_membership.py::test_who_joins_is_among_the_members_of_all_or_of_none", _LOSSES),
+        (f"{_MEMBERSHIP}::test_who_joins_is_among_the_members_of_all_or_of_none", _LOSSES),
     ),
     Mutation(
         "an alarm stays here",
@@ -203,7 +204,7 @@ ELASTIC = (
         "        generation.failures.send = signal.try_set\n",
         "        generation.failures.send = lambda failure: None\n",
         "Ranks that are no neighbours of the lost one wait on.",
-        (_AGAIN, _LOSSES),
+        (f"{_MEMBERSHIP}::test_what_a_rank_reports_is_in_the_store_for_those_that_are_no_neighbours",),
     ),
     Mutation(
         "nobody looks for an alarm",
@@ -211,7 +212,7 @@ ELASTIC = (
         "            return signal.read()\n",
         "            return None\n",
         "A failure that has ended no process is heard of by nobody.",
-        ("tests/comms/elastic/test_membership.py::test_an_alarm_that_is_in_the_store_alone_is_heard_by_all",),
+        (f"{_MEMBERSHIP}::test_an_alarm_that_is_in_the_store_alone_is_heard_by_all",),
     ),
     Mutation(
         "a member that never comes is waited for",
@@ -219,7 +220,7 @@ ELASTIC = (
         "        if not following.checks or time.monotonic() < following.checks[0][0]:\n            return\n",
         "        return\n",
         "A newcomer that ends before it is reached holds up all.",
-        ("tests/comms/elastic/test_membership.py::test_who_joins_is_among_the_members_of_all_or_of_none",),
+        (f"{_MEMBERSHIP}::test_who_joins_is_among_the_members_of_all_or_of_none",),
     ),
     Mutation(
         "who has never come may be unreached",
@@ -309,7 +310,7 @@ ELASTIC = (
         "            if peer.known and waited > patience and silent > patience:\n",
         "            if False:\n",
         "A rank that is stopped stops all.",
-        ("tests/comms/elastic/test_membership.py", _LAWS),
+        (_MEMBERSHIP, _LAWS),
     ),
     Mutation(
         "a rank that waits for nobody misses others",
@@ -317,7 +318,7 @@ ELASTIC = (
         "            if peer.known and waited > patience and silent > patience:\n",
         "            if peer.known and silent > 0.0:\n",
         "A rank that has not spoken for a moment is given up.",
-        ("tests/comms/elastic/test_membership.py", _LOSSES),
+        (_MEMBERSHIP, _LOSSES),
     ),
     Mutation(
         "who was held up misses others",

@@ -107,6 +107,17 @@ def test_an_alarm_that_is_in_the_store_alone_is_heard_by_all() -> None:
     lose(made, range(3))
 
 
+def test_what_a_rank_reports_is_in_the_store_for_those_that_are_no_neighbours() -> None:
+    store = HashStore()
+    made = members(store, 3)
+    made[1].failures.report(PeerFailure("rank 1 cannot go on", FAILED))
+    said = AbortSignal(PollingStore(store, TIMEOUT), 0, "0/abort").read()
+    assert said is not None and said.reason == "rank 1 cannot go on" and said.reported_by == 1
+    views = run_ranks(3, lambda rank: made[rank].next(SECONDS))
+    assert [(view.generation, view.size) for view in views] == [(1, 3)] * 3
+    lose(made, range(3))
+
+
 def test_who_joins_is_among_the_members_of_all_or_of_none() -> None:
     store = HashStore()
     made = members(store, 3)
