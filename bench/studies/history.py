@@ -1,5 +1,7 @@
 """Keeps the speed-ups of every run of the study `performance`: a row for each run, and a picture of them over the runs.
 
+Feeds docs/results/performance.md.
+
 Only ratios are kept, each of two times that took turns in one run: seconds of one machine say nothing about another's.
 A ratio more than `MOST_LOSS` below the best earlier one on the same machine carries a `!`.
 """

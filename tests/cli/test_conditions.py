@@ -67,8 +67,8 @@ def test_a_folder_that_was_removed_is_one_line(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("words", [["doctor"], ["selftest"]])
 def test_an_interrupt_amid_the_work_is_one_line(words: list[str], tmp_path: Path) -> None:
     """Only what SIGINT itself has ended, status 130 for a shell, ends a loop of that shell."""
-    # The line that says that the imports of the command itself have begun: before it Python starts. A shell has its jobs
-    # in the background ignore SIGINT, and what they start.
+    # The line that says that the imports of the command itself have begun: before it Python starts. A shell's jobs in
+    # the background ignore SIGINT, and so does what they start.
     started = (
         "import signal, sys, threading; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from gradwire.__main__ import main; print('started', flush=True); sys.exit(main())"
