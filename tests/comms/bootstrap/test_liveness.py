@@ -37,6 +37,7 @@ from gradwire.comms.bootstrap.failures import (
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES
 from gradwire.comms.errors import OverdueError, PeerError
 from support.processes import Processes, Said
 
@@ -474,7 +475,7 @@ def test_who_cannot_prove_to_be_a_rank_that_has_not_come_yet_is_turned_away() ->
     with socket.create_connection(("127.0.0.1", alone._connections.listener.getsockname()[1]), SECONDS) as stranger:
         stranger.sendall(HELLO)
         assert stranger.recv(1024).startswith(ring_connections.GREETING)
-        stranger.sendall(bytes(ring_connections.PROOF_NBYTES))
+        stranger.sendall(bytes(PROOF_NBYTES))
         assert stranger.recv(1) == b""
     assert not any(peer.known for peer in list(alone._connections.peers.values()))
     assert not heard.told.wait(0.1)
@@ -493,7 +494,7 @@ def test_a_crowd_that_calls_while_the_ring_is_busy_keeps_no_neighbour_out() -> N
         assert len(ends.peers) == 40
 
 
-REPLY = ring_connections.GREETING + bytes(ring_connections.NONCE_NBYTES + ring_connections.PROOF_NBYTES)
+REPLY = ring_connections.GREETING + bytes(NONCE_NBYTES + PROOF_NBYTES)
 """What a rank answers, without its proof."""
 
 
