@@ -308,10 +308,12 @@ class Cluster:
         """Returns whether NVSwitches may do the sums inside the nodes of the given ranks.
 
         True also if switches are merely possible (`nvls_possible`): an unneeded pass over the bucket costs less than a
-        ring where a switch could have summed. False if each rank is on a node of its own.
+        ring where a switch could have summed. False if no switch joins two of the ranks, because each is on a node of
+        its own. Nodes that NVLink joins (`Link.nvlink`) count as one.
         """
         known = self.fabric is not None and self.fabric.nvls
-        return (known or self.nvls_possible) and not self.all_apart(members)
+        joined = max((number for number, level in enumerate(self.levels) if level.link.nvlink), default=0)
+        return (known or self.nvls_possible) and len({self.unit(rank, joined) for rank in members}) < len(members)
 
     def describe(self) -> str:
         """Returns the cluster in one line: `2 nodes x 4 ranks`, `3 nodes of 3, 3, 1 ranks`."""

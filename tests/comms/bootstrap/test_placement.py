@@ -193,6 +193,43 @@ def test_hosts_outside_of_a_domain_are_racks_of_their_own(
     assert cluster.fabric is None and cluster.equal_sums
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "wanted"),
+    [((9, 0), None, True), ((10, 0), None, True), ((8, 0), None, False), ((9, 4), "7.0", False)],
+)
+def test_whatever_is_unknown_of_a_machine_its_switches_may_sum(
+    capability: tuple[int, int], hip: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL sums in a switch only what is a plain sum, so averages would go round in a ring."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    hosts = "a" * 8 + "b" * 8
+    known = Hardware(None, None, None)
+    possible = PeerInfo.here(0, 16, Config(), torch.device("cuda", 0), known=known).nvls_possible
+    assert possible == wanted
+    infos, config = gpu_ranks(hosts)
+    infos = [replace(each, nvls_possible=possible) for each in infos]
+    hidden = [replace(infos[0], hardware=replace(infos[0].hardware, fabric=None)), *infos[1:]]
+    slow = [replace(each, hardware=replace(each.hardware, inter_node=None)) for each in infos]
+    racks = [replace(each, location=("rack",)) for each in infos]
+    for case in (hidden, slow, racks):
+        cluster = cluster_of(case, config)
+        assert cluster.fabric is None
+        assert cluster.sums_in_switch(range(16)) == cluster.sums_in_switch(range(8)) == wanted
+        assert not cluster.sums_in_switch((0, 8)), "a rank of each host"
+
+
+def test_the_switches_of_an_nvlink_domain_sum_for_a_rank_of_each_of_its_hosts() -> None:
+    for domains, wanted in ({"A": "x/1", "B": "x/1"}, True), ({"A": "x/1", "B": "x/2"}, False), ({}, False):
+        infos, config = trays("AB", domains)
+        cluster = cluster_of([replace(each, nvls_possible=True) for each in infos], config)
+        assert cluster.sums_in_switch((0, 1)) == wanted
+    both, config = trays("AABBCCDD", {"A": "x/1", "B": "x/1", "C": "x/2", "D": "x/2"})
+    cluster = cluster_of([replace(each, nvls_possible=True) for each in both], config)
+    assert [cluster.sums_in_switch(pair) for pair in ((0, 2), (4, 6), (0, 4))] == [True, True, False]
+
+
 def test_domains_of_one_host_each_change_nothing() -> None:
     apart = cluster_of(*trays("AABB", {"A": "x/1", "B": "x/2"}))
     assert apart == cluster_of(*trays("AABB", {})) and apart.fabric is not None
