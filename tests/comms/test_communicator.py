@@ -51,6 +51,21 @@ def test_a_transport_that_cannot_be_is_refused_before_the_ranks_meet(
         Communicator(HashStore(), 1, 2, CPU, config, name="test")
 
 
+@pytest.mark.parametrize("odd", [0, 2])
+def test_ranks_without_the_kernels_of_the_others_are_refused_on_all(odd: int) -> None:
+    """Kernels of a GPU and torch's operators round otherwise. No rank is left to wait, whichever one lacks them."""
+    store = HashStore()
+
+    def run(rank: int) -> str:
+        config, kernels = Config(timeout=timedelta(seconds=60)), "reference" if rank == odd else "cuda"
+        with pytest.raises(ValueError, match="wanted the same on all ranks") as caught:
+            Communicator(store, rank, 3, CPU, config, name="test", kernels=kernels)
+        return str(caught.value)
+
+    for said in run_ranks(3, run):
+        assert "`kernels` are " in said and "the warning of the rank with `reference` says what to install" in said
+
+
 def test_a_state_without_ranks_refuses_mpi_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(RuntimeError, match=r"`transport` is mpi, but mpi4py .*pip install"):
