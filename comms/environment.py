@@ -118,6 +118,19 @@ def set_launch_order() -> None:
     os.environ[LAUNCH_ORDER] = "1"
 
 
+BLOCKING_WAITS = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+"""Torch's variables that make the host wait for each collective of NCCL; if both are set, the first one counts."""
+
+
+def blocking_wait() -> str | None:
+    """Returns the variable that makes the host wait for each collective of NCCL; None if none does.
+
+    Source: torch 2.13 torch/csrc/distributed/c10d/Utils.hpp, getCvarBool.
+    """
+    name = next((each for each in BLOCKING_WAITS if each in os.environ), None)
+    return name if name and os.environ[name].lower() in ("y", "yes", "1", "t", "true") else None
+
+
 def visibility() -> dict[str, str]:
     """Returns name -> value of the variables that are set and decide which GPUs this process sees; see `VARIABLES`."""
     from gradwire.topology.visible import VARIABLES  # here: a configuration needs nothing of the topology

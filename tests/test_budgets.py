@@ -18,9 +18,9 @@ from gradwire.compressors.registry import BUILT_IN
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "bench" / "studies"
 MOST_LINES = {
-    "topology": 9_470,
+    "topology": 9_471,
     "compressors": 4_074,
-    "comms": 25_266,
+    "comms": 25_278,
     "bench": 12_936,
     "gradwire": 1_516,
     "bench/studies": 5_730,

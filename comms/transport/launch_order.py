@@ -23,7 +23,7 @@ from weakref import WeakSet
 import torch
 
 from gradwire.comms.bootstrap.compat import nccl_has_run, nccl_version
-from gradwire.comms.environment import LAUNCH_ORDER, launch_order, set_launch_order
+from gradwire.comms.environment import LAUNCH_ORDER, blocking_wait, launch_order, set_launch_order
 
 log = logging.getLogger("gradwire")
 
@@ -154,16 +154,25 @@ class Devices:
         self._issuers: dict[int, WeakSet[Issuer]] = {}
         self._serializers: dict[int, LaunchSerializer] = {}
         self._kept: bool | None = None
+        self._looked = False
 
     def prepare(self, several: bool) -> None:
         """Asks NCCL to keep the order of launches, where that is possible; called before a communicator is made.
 
         It is with NCCL 2.26 or later that has not run in this process, and unless the user has set
-        NCCL_LAUNCH_ORDER_IMPLICIT. The first call with `several` decides for the process.
+        NCCL_LAUNCH_ORDER_IMPLICIT. The first call with `several` decides for the process. The first call of all warns
+        of a variable that makes the host wait for each collective.
 
         Args:
             several: True if collectives of more than one communicator will be in flight on one device.
         """
+        if not self._looked and (waiting := blocking_wait()) is not None:
+            log.warning(
+                "%s is set: the host waits for each collective of NCCL, where only a stream would, so averages in "
+                "several phases do not overlap with the backward pass; unset it, unless you are looking for a hang",
+                waiting,
+            )
+        self._looked = True
         if self._kept is None and several:
             known = nccl_version() >= KEPT_FROM
             if known and launch_order() is None and not nccl_has_run():

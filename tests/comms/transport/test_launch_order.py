@@ -15,7 +15,7 @@ from gradwire.comms.backend import inner_launches
 from gradwire.comms.backend.process_group import GradwireGroup
 from gradwire.comms.bootstrap.compat import GroupOptions, HashStore
 from gradwire.comms.config import Config
-from gradwire.comms.environment import LAUNCH_ORDER, launch_order
+from gradwire.comms.environment import BLOCKING_WAITS, LAUNCH_ORDER, launch_order
 from gradwire.comms.transport import launch_order as module
 from gradwire.comms.transport.launch_order import KEPT_FROM, Devices, TorchIssuer
 from gradwire.comms.transport.nccl import INTER_NODE_CTAS, NcclTransport
@@ -152,6 +152,30 @@ def test_nccl_is_asked_to_keep_the_order(
     assert devices._kept is kept
     assert launch_order() is left
     monkeypatch.delenv(LAUNCH_ORDER, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({}, None),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT"),
+        ({"NCCL_BLOCKING_WAIT": "True"}, "NCCL_BLOCKING_WAIT"),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "0", "NCCL_BLOCKING_WAIT": "1"}, None),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "yes", "NCCL_BLOCKING_WAIT": "0"}, "TORCH_NCCL_BLOCKING_WAIT"),
+    ],
+)
+def test_a_host_that_waits_for_each_collective_is_told_so_once(
+    variables: dict[str, str], named: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for each in BLOCKING_WAITS:
+        monkeypatch.delenv(each, raising=False)
+    for each, value in variables.items():
+        monkeypatch.setenv(each, value)
+    devices = Devices()
+    for _ in range(2):
+        devices.prepare(several=False)
+    assert len(caplog.messages) == (named is not None)
+    assert all(f"{named} is set: the host waits for each collective" in line for line in caplog.messages)
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
