@@ -1,7 +1,7 @@
 """A step that loses a rank never ends in one rank's own gradients, on devices and NCCL as they are.
 
 The stream on which the loss is marked must not be one that hangs with the lost collective: torch deals 32 streams to
-the callbacks of futures, so a step has more buckets than that.
+the callbacks of futures, so a step has more buckets than that. Callbacks are what a step has that is not timed.
 """
 
 import json
@@ -55,4 +55,5 @@ def test_no_step_is_taken_silently_on_what_was_not_averaged(plan: str) -> None:
     for _ in range(ROUNDS):
         found = survivor(plan)
         assert "rank 1 of 2 is missing" in found["error"]
-        assert found["stepped"] == 2 or any(map(math.isnan, found["weights"]))
+        assert not found["timed"]
+        assert found["stepped"] == found["ends_in"] or any(map(math.isnan, found["weights"]))

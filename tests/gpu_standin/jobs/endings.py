@@ -2,9 +2,10 @@
 
     endings.py HOW PLAN TIMEOUT USERS_TIMEOUT LINGER     NODES has a letter for each rank; the last rank ends HOW
 
-Buckets: three of unlike sizes, or BUCKETS equal ones.
+Buckets: three of unlike sizes, or BUCKETS equal ones. With BUCKETS a rank ends in the second step that is not timed, in
+which flat all-reduces go directly to NCCL and each future's callback takes a stream; else in the third one, timed.
 
-HOW: `connect` (leaves while NCCL connects), `kill` (in the third step), `late` (stays away from it), `behind` (starts
+HOW: `connect` (leaves while NCCL connects), `kill` (in that step), `late` (stays away from it), `behind` (starts
 the last step LINGER seconds late, while the others close at once), `none`. Every rank that is left lives on for LINGER
 seconds and closes; then it prints what it has seen.
 """
@@ -24,11 +25,12 @@ from torch import nn
 
 from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.comms.hook import HookState
+from gradwire.comms.step.backward_tracker import TIMED_UNTIL, is_timed
 from gradwire.comms.transport.groups import Groups
 
 NUMELS = (3000, 4097, 777) if "BUCKETS" not in os.environ else (777,) * int(os.environ["BUCKETS"])
-ENDS_IN = 2
-STEPS = 4
+ENDS_IN = 2 if "BUCKETS" not in os.environ else TIMED_UNTIL + 1
+STEPS = ENDS_IN + 2
 
 
 def leave(*unused: object) -> None:
@@ -48,6 +50,7 @@ def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> 
     if how == "connect" and last:
         setattr(Groups, "connect", leave)  # noqa: B010 - the type is another one
     found: dict[str, Any] = {"error": "", "seconds": 0.0, "stepped": 0, "weights": [0.0]}
+    found |= {"ends_in": ENDS_IN, "timed": is_timed(ENDS_IN)}
     began, state = time.monotonic(), None
     try:
         state = HookState(
@@ -55,6 +58,8 @@ def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> 
         )
         buffers = [torch.zeros(numel).cuda() for numel in NUMELS]
         for step in range(STEPS):
+            if how == "kill" and step == ENDS_IN:  # or a device that is behind would lose an earlier step
+                torch.cuda.synchronize()
             began = time.monotonic()
             if step == ENDS_IN and last:
                 if how == "kill":
@@ -84,7 +89,7 @@ def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> 
                 parameter.grad = buffer
             optimizer.step()  # the host has run ahead of the device: nobody has waited for it
             found["stepped"] = step + 1
-            if how == "kill":
+            if how == "kill" and step >= ENDS_IN:
                 time.sleep(1.0)
         if how == "behind":  # the host has run ahead of the device, and of the rank that it waits for
             state.close()
