@@ -18,7 +18,7 @@ from gradwire.compressors.registry import BUILT_IN
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "bench" / "studies"
 MOST_LINES = {
-    "topology": 9_471,
+    "topology": 9_472,
     "compressors": 4_074,
     "comms": 25_278,
     "bench": 12_936,

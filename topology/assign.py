@@ -74,11 +74,11 @@ def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
     choices = {gpu.key: fastest_nics(distances.nearest_nics(gpu)[1]) for gpu in machine.gpus}
     keys = {gpu: [nic.key for nic in nics] for gpu, nics in choices.items()}
     by_key = {nic.key: nic for nics in choices.values() for nic in nics}
-    chosen = _spread(keys)
+    chosen = spread(keys)
     return {gpu.key: by_key[chosen[gpu.key]] if gpu.key in chosen else None for gpu in machine.gpus}
 
 
-def _spread(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def spread(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Assigns NICs to GPUs so that the NIC with the most GPUs has as few as possible; returns GPU -> NIC.
 
     Args:

@@ -129,7 +129,13 @@ def test_a_level_that_was_lowered_is_unset_before_a_card_is_moved(tmp_path: Path
     assert "env -u NCCL_NET_GDR_LEVEL" in found.fix and "move the card" not in found.fix
 
 
-@pytest.mark.parametrize(("kind", "named"), [("p5.48xlarge", True), ("g5.48xlarge", True), ("g5.xlarge", False)])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("p5.48xlarge", True), ("g5.48xlarge", True), ("g5.xlarge", False), ("g7e.8xlarge", True),
+        ("g7e.48xlarge", True), ("g7e.4xlarge", False), ("p6-b200.48xlarge", True),
+    ],
+)  # fmt: skip
 def test_efa_that_was_never_attached_is_named(tmp_path: Path, kind: str, named: bool) -> None:
     machine = ExampleMachine(tmp_path)
     machine.functions[NIC] = replace(
@@ -300,3 +306,20 @@ def test_a_scalable_function_is_a_part_of_its_card(tmp_path: Path, alone: bool) 
         assert [device.bus_id for device in again.rdma_devices or ()] == [NIC] * (1 if alone else 2)
         assert devices_of_hardware(again).outcome is CheckOutcome.PASS
     assert part.endswith(f"{NIC}/mlx5_core.sf.4")
+
+
+@pytest.mark.parametrize(("gpus", "shared"), [(2, ""), (3, "(2 GPUs)")])
+def test_gpus_with_a_choice_of_cards_share_none_as_long_as_each_has_one(tmp_path: Path, gpus: int, shared: str) -> None:
+    """Two cards below the GPUs' switch, and one that is near to none: a third GPU makes two of them share."""
+    machine = ExampleMachine(tmp_path)
+    for number in range(1, gpus):
+        bus = f"{GPU[:-1]}{number}"
+        machine.functions[bus] = replace(machine.functions[GPU], bus_id=bus)
+    for bus, name, change in ((f"{NIC[:-1]}1", "mlx5_8", {}), ("0000:80:00.0", "mlx5_9", {"parents": (NIC_PORT,)})):
+        twin = replace(machine.functions[NIC], bus_id=bus, rdma_devices=(name,), net_devices=(), **change)
+        machine.functions[bus] = twin
+        machine.write(f"sys/class/infiniband/{name}/hca_type", "MT4129\n")
+        machine.link(f"sys/class/infiniband/{name}/device", f"sys/bus/pci/devices/{bus}")
+    found = findings(machine, "P2")["P2"]
+    assert found.outcome is (CheckOutcome.WARN if shared else CheckOutcome.PASS), found.text
+    assert shared in found.text

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+from gradwire.topology.assign import spread
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import (
     CheckOutcome,
@@ -54,7 +55,8 @@ def distance(host: Host) -> Finding:
 def assignment(host: Host) -> Finding:
     """Checks that every GPU has a NIC of its own, if there are enough.
 
-    Warns if GPUs share a NIC while another one is nobody's nearest, or if only some GPUs have a NIC within PXB.
+    Warns if GPUs share a NIC while another one has none, each with one of its nearest and shared as little as possible
+    (`spread`, as `gradwire topo` and plans do it); or if only some GPUs have a NIC within PXB.
 
     Command: `nvidia-smi topo -m`
     Source: NCCL src/graph/search.cc (NIC selection); user guide, NCCL_PXN_DISABLE and NCCL_CROSS_NIC.
@@ -62,9 +64,9 @@ def assignment(host: Host) -> Finding:
     if not host.best_pairs or any(host.distances[pair] is None for pair in host.best_pairs):
         return unknown("distances are not known")
     choices = {gpu.bus_id: [nic for one, nic in host.best_pairs if one == gpu.bus_id] for gpu in host.gpus}
-    shared = Counter(nics[0] for nics in choices.values() if len(nics) == 1)
+    shared = Counter(spread(choices).values())
     busy = [f"{nic} ({count} GPUs)" for nic, count in shared.items() if count > 1]
-    idle = {nic.bus_id for nic in host.nics if not nic.down} - {nic for nics in choices.values() for nic in nics}
+    idle = {nic.bus_id for nic in host.nics if not nic.down} - set(shared)
     if busy and idle:
         return warned(
             f"NICs shared while others idle: {', '.join(busy[:4])}",
