@@ -140,10 +140,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def most_ctas(device: torch.device) -> int:
-    """Returns NCCL's own limit of a kernel's thread blocks on a CUDA device: 32, from Blackwell on 64.
+    """Returns NCCL's own limit of a kernel's thread blocks on a CUDA device: 32, from Blackwell on 64; RCCL's is 128.
 
-    Source: NCCL's user guide, NCCL_MAX_CTAS, and MAXCHANNELS in its src/include/device.h.
+    Source: NCCL's user guide, NCCL_MAX_CTAS, and MAXCHANNELS in src/include/device.h of NCCL and of RCCL.
     """
+    if torch.version.hip is not None:
+        return 128
     return 64 if torch.cuda.get_device_properties(device).major >= 10 else 32
 
 
@@ -159,7 +161,7 @@ class Devices:
     def prepare(self, several: bool) -> None:
         """Asks NCCL to keep the order of launches, where that is possible; called before a communicator is made.
 
-        It is with NCCL 2.26 or later that has not run in this process, and unless the user has set
+        It is with NCCL 2.26 or later (not RCCL) that has not run in this process, and unless the user has set
         NCCL_LAUNCH_ORDER_IMPLICIT. The first call with `several` decides for the process. The first call of all warns
         of a variable that makes the host wait for each collective.
 
@@ -174,7 +176,7 @@ class Devices:
             )
         self._looked = True
         if self._kept is None and several:
-            known = nccl_version() >= KEPT_FROM
+            known = nccl_version() >= KEPT_FROM and torch.version.hip is None
             if known and launch_order() is None and not nccl_has_run():
                 set_launch_order()
             self._kept = known and launch_order() is True

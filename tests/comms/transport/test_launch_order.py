@@ -97,6 +97,24 @@ def test_a_blackwell_gpu_needs_room_for_twice_as_many_thread_blocks(
     assert (node.serializer is not None) is serialized
 
 
+@pytest.mark.parametrize(("units", "serialized"), [(304, False), (228, False), (104, True)])
+def test_rccl_takes_more_thread_blocks_and_is_not_known_to_keep_the_order(
+    units: int, serialized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    properties = SimpleNamespace(major=9, multi_processor_count=units)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(module, "nccl_version", lambda: (2, 27, 7))
+    monkeypatch.setenv(LAUNCH_ORDER, "1")
+    node, between = transports([])
+    devices = Devices()
+    devices.prepare(several=True)
+    for each in (node, between):
+        devices.join(each, DEVICE)
+    assert (node.serializer is not None) is serialized
+
+
 @pytest.mark.parametrize("room", [True, False])
 def test_they_overlap_where_there_is_room_or_nccl_keeps_the_order(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS + INTER_NODE_CTAS if room else 1)
