@@ -315,9 +315,9 @@ def test_gpus_with_a_choice_of_cards_share_none_as_long_as_each_has_one(tmp_path
     for number in range(1, gpus):
         bus = f"{GPU[:-1]}{number}"
         machine.functions[bus] = replace(machine.functions[GPU], bus_id=bus)
-    for bus, name, change in ((f"{NIC[:-1]}1", "mlx5_8", {}), ("0000:80:00.0", "mlx5_9", {"parents": (NIC_PORT,)})):
-        twin = replace(machine.functions[NIC], bus_id=bus, rdma_devices=(name,), net_devices=(), **change)
-        machine.functions[bus] = twin
+    first = machine.functions[NIC]
+    for bus, name, parents in (f"{NIC[:-1]}1", "mlx5_8", first.parents), ("0000:80:00.0", "mlx5_9", (NIC_PORT,)):
+        machine.functions[bus] = replace(first, bus_id=bus, parents=parents, rdma_devices=(name,), net_devices=())
         machine.write(f"sys/class/infiniband/{name}/hca_type", "MT4129\n")
         machine.link(f"sys/class/infiniband/{name}/device", f"sys/bus/pci/devices/{bus}")
     found = findings(machine, "P2")["P2"]
