@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from gradwire.bench.arguments import MOST_SECONDS, add_import_option, import_modules, in_one_form
+from gradwire.bench.arguments import MOST_SECONDS, CommandParser, add_import_option, import_modules, in_one_form
 from gradwire.bench.emulation.cluster import MOST_RANKS
 from gradwire.bench.nccl_tests.collectives import COLLECTIVES
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS
@@ -26,7 +26,7 @@ _MOST_TIMES = 10**9
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CommandParser):
     """Parser that raises ValueError where argparse would print and exit, so that only one of several ranks prints."""
 
     def error(self, message: str) -> NoReturn:

@@ -7,7 +7,6 @@ codec sees; the mean of all four ranks steps the optimizer. An entry is one node
 the parameters.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, schedules_of
+from gradwire.bench.studies.shared.parser import StudyParser
 
 STEPS = (20, 200, 600)
 """Steps whose gradients are saved: soon after the start, while the loss falls fast, and late."""
@@ -57,7 +57,7 @@ def gradients(task: Task, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
 
 def main() -> None:
     """Trains both tasks as far as needed and writes the gradients to a NumPy archive, by `TASK/STEP`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser("gradients", __doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--steps", default=",".join(map(str, STEPS)), help="of the training, ascending")
     options = parser.parse_args()

@@ -11,7 +11,6 @@ With `--device cuda`, on a machine with a GPU, streams, events, futures and kern
 alone are left out. Feeds docs/results/gpu.md.
 """
 
-import argparse
 import collections
 import dataclasses
 import math
@@ -24,6 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.page import markdown
 from gradwire.comms import communicator as communicator_module
 from gradwire.comms.bootstrap.compat import HashStore
@@ -266,7 +266,7 @@ def main() -> None:
     on an imaginary cluster in this process alone. A row has the microseconds of processor time and the number of calls
     of CUDA and NCCL for a bucket; `--calls` prints the number of each call by name, below the table.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser("host_cost", __doc__)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=8, help="of each node")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

@@ -654,7 +654,9 @@ def main(arguments: list[str]) -> int:
 
     The processes that the study starts call it with `--agent` or `--store`, as a node's agent or to serve the store.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from gradwire.bench.studies.shared.parser import StudyParser
+
+    parser = StudyParser("losses", __doc__)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--nic", help="emulate the nodes, with links of this rate: 200mbit")
     parser.add_argument("--compressors", default="none")

@@ -9,7 +9,6 @@ of the rate, the computation that the table assumes as timed waits, all of it T 
 T stands beside the predicted one. What no emulator has is missing or small there: GPUs, PCIe, NCCL, codecs on a GPU.
 """
 
-import argparse
 import json
 import math
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from gradwire.bench.compare.public_models import PUBLIC_MODELS, PublicModel
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.page import markdown
 from gradwire.bench.terminal import add_json_option, complain, write_json
 
@@ -133,7 +133,7 @@ def as_markdown(rows: list[CheckedRow]) -> str:
 
 def main(argv: list[str]) -> int:
     """Measures the rows that the options in `argv` select and prints the table; returns 1 if a measurement failed."""
-    parser = argparse.ArgumentParser(prog="models_check", description=(__doc__ or "").split("\n")[0])
+    parser = StudyParser("models_check", __doc__)
     parser.add_argument(
         "--model", action="append", choices=sorted(PUBLIC_MODELS), help="rows (default: all); repeatable"
     )

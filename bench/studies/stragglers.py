@@ -13,7 +13,6 @@ blocks of steps with and without the watch in turn and compares the processor ti
 threads, exchanges included.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -39,6 +38,7 @@ from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster
 from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
@@ -364,7 +364,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 def main() -> None:
     """Runs the chosen measurement and prints its report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser("stragglers", __doc__)
     parser.add_argument("what", choices=("alarms", "cost", "cause"))
     parser.add_argument("--nodes", default="aabb", help="a letter for each rank")
     parser.add_argument("--steps", type=int, default=1000)

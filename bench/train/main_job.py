@@ -17,6 +17,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from gradwire.bench.arguments import CommandParser
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.launch import JobOutcome, python_module, run_logical
 from gradwire.bench.emulation.namespaces import available
@@ -254,9 +255,7 @@ def main(argv: list[str]) -> int:
     Returns:
         0, or 1 for a bad rate or hook, or a failed rank. Words that argparse refuses end the process with status 2.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.train.main_job", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = CommandParser(prog="python -m gradwire.bench.train.main_job", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hook", action="append", help=f"rows of the table (default {' '.join(HOOKS)}); repeatable")
     parser.add_argument(
         "--steps",

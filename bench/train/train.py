@@ -24,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.bench.arguments import CommandParser
 from gradwire.bench.configuration import Configuration, take_turns
 from gradwire.bench.train.model import ByteTransformer, loss_in_nats
 from gradwire.bench.train.text import batch_at, library_text, split_text
@@ -182,9 +183,7 @@ class TrainingResult:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.train.train", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = CommandParser(prog="python -m gradwire.bench.train.train", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hook", action="append", metavar="HOOK", help=f"{HOOKS}; repeat to compare (default plain)")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default 120)")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step (default 8)")

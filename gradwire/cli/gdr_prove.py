@@ -1,6 +1,5 @@
 """One timed all-reduce among the ranks of torchrun: `gradwire gdr-check --prove` runs it and reads its NCCL log."""
 
-import argparse
 import json
 import sys
 import time
@@ -11,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+
+from gradwire.bench.arguments import CommandParser
 
 _NBYTES = 64 << 20  # enough to leave latency behind and to use every channel
 _REPEATS = 10
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         ValueError: torchrun's variables are not set.
         SystemExit: An option is wrong (status 2), or is `--help` (0).
     """
-    parser = argparse.ArgumentParser(prog="gradwire.cli.gdr_prove", description=__doc__)
+    parser = CommandParser(prog="gradwire.cli.gdr_prove", description=__doc__)
     parser.add_argument("--label", default="default", help="the same on every rank, different for every run")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     parser.add_argument("--nbytes", type=int, default=_NBYTES, help="size of the tensor")

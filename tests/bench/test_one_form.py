@@ -1,5 +1,8 @@
 """Errors of the commands have one form, those of argparse too: the option in backticks, what was found and wanted."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from gradwire.__main__ import main
@@ -52,3 +55,20 @@ def test_commands_refuse_in_one_form(words: list[str], said: str, capsys: pytest
         status = int(stop.code or 0)
     error = capsys.readouterr().err
     assert status == 2 and said in error and len(error.splitlines()) == 1, error
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_command_and_study_has_the_one_parser() -> None:
+    """Errors of a parser of its own would have argparse's form, and escape sequences of the words in them."""
+    own = []
+    for file in sorted(
+        each for folder in ("bench", "gradwire", "comms", "topology") for each in (ROOT / folder).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(file.read_text())):
+            made = node.func if isinstance(node, ast.Call) else None
+            names = [made] if made is not None else node.bases if isinstance(node, ast.ClassDef) else []
+            if any(ast.unparse(name).endswith("ArgumentParser") for name in names):
+                own.append(str(file.relative_to(ROOT)))
+    assert own == ["bench/arguments.py"]

@@ -23,6 +23,7 @@ from torch.optim import Muon, Optimizer
 from gradwire.bench.arguments import add_import_option, check_number, import_modules
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, optimizers_of
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, marks_of, schedules_of
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.terminal import complain
 from gradwire.comms.plan.codec_price import layout_of
 from gradwire.compressors.base import (
@@ -296,7 +297,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = StudyParser("convergence.alone", __doc__)
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--optimizer", help=f"{MUON}, or the task's own (default)")
     parser.add_argument("--compressor", help="its name (default: an exact sum)")

@@ -16,7 +16,6 @@ beside what is measured.
 `--profile` names the functions in which the first of `--modes` spends its time. Feeds docs/results/gpu.md.
 """
 
-import argparse
 import cProfile
 import pstats
 import statistics
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.comms.bootstrap.compat import queue_end_of_backward
 from gradwire.comms.environment import local_rank, set_launch_order
 from gradwire.comms.hook import HookState
@@ -158,7 +158,7 @@ def main() -> None:
 
     With `--profile` it runs the first of `--modes` once more under a profiler, whose figures rank 0 prints before.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser("gpu.host_ratio", __doc__)
     parser.add_argument("--nodes", default="aabb", help="a letter for each rank's node")
     parser.add_argument("--modes", default="flat,hierarchical", help="separated by commas")
     parser.add_argument("--rounds", type=int, default=15)

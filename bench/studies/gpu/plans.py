@@ -6,10 +6,10 @@
 Nothing is measured, no GPU is needed.
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.page import put_between
 from gradwire.comms.plan.chooser import COMPRESS_INSIDE_GAIN
 from gradwire.comms.plan.codec_price import codec_price, square_layout
@@ -154,7 +154,7 @@ def with_tables(page: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the tables."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    StudyParser("gpu.plans", __doc__).parse_args(argv)
     print(tables(), end="")
     return 0
 

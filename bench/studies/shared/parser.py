@@ -3,10 +3,11 @@
 import argparse
 from collections.abc import Iterable
 
+from gradwire.bench.arguments import CommandParser
 from gradwire.bench.emulation.paths import PathOptions
 
 
-class StudyParser(argparse.ArgumentParser):
+class StudyParser(CommandParser):
     """Parses a study's command line; its help begins with the module's docstring.
 
     Args:
@@ -32,7 +33,7 @@ class StudyParser(argparse.ArgumentParser):
 
         def one_of_them(word: str) -> str:
             if word not in names.split(", "):
-                raise argparse.ArgumentTypeError(f"`{what.upper()}` is {word!r}; wanted one of {names}")
+                raise argparse.ArgumentTypeError(f"found {word!r}, wanted one of {names}")
             return word
 
         text = f"of {names} (default: all)"

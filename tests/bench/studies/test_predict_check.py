@@ -55,4 +55,4 @@ def test_the_study_ends_with_1_where_a_case_is_off(
 def test_an_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         predict_check.main(["7x7"])
-    assert "`CLUSTER` is '7x7'" in capsys.readouterr().err
+    assert "`CLUSTER`: found '7x7', wanted one of" in capsys.readouterr().err
