@@ -88,6 +88,29 @@ def test_promtool_accepts_the_pages_configuration(tmp_path: Path) -> None:
     assert done.returncode == 0 and "4 rules found" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("level", "counts"), [("intra_node", 0), ("inter_node", 1), ("inter_rack", 1), ("all ranks", 1)]
+)
+def test_bytes_between_nodes_are_those_of_every_level_outside_the_node(level: str, counts: int, tmp_path: Path) -> None:
+    """A plan for one rank a node, or over racks, has no level `inter_node`, or not that alone."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "metrics.md").read_text()
+    (tmp_path / "rules.yml").write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    sent = f'gradwire_phase_wire_bytes_total{{instance="node0:9100",rank="0",level="{level}"}}'
+    wanted = [{"labels": 'gradwire:inter_node_bytes_per_second{instance="node0:9100"}', "value": 100}] * counts
+    case = {
+        "interval": "5s",
+        "input_series": [{"series": sent, "values": "0+500x40"}],
+        "promql_expr_test": [
+            {"expr": "gradwire:inter_node_bytes_per_second", "eval_time": "2m", "exp_samples": wanted}
+        ],
+    }
+    (tmp_path / "test.yml").write_text(
+        json.dumps({"rule_files": ["rules.yml"], "evaluation_interval": "5s", "tests": [case]})
+    )
+    done = promtool("test", "rules", tmp_path / "test.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_files_of_several_ranks_may_lie_side_by_side() -> None:
     """node_exporter refuses families whose HELP differs between files, and samples that occur twice."""
     first, second = (dataclasses.replace(REPORT, rank=rank).to_prometheus().splitlines() for rank in (0, 1))
