@@ -9,6 +9,7 @@ Feeds docs/results/outer.md.
     python -m gradwire.bench.studies.convergence.outer show --json runs.jsonl
 
 Quality is that of the workers' own models on held-out text, at the end after `synchronize()`: time plays no part in it.
+On one node, with `--nodes 1 --joined`, methods of Outer are an outer SGD around the one worker's own steps.
 With `--joined` one rank stands for a node and takes the batches of all its ranks: the same sums in half of the time.
 `--outer 'H 5={"every": 5, "fragments": 1}'` tries what has no name yet.
 Speed is seconds a step, all methods in turns in one run, each for as many steps as an exchange of the whole model takes
@@ -34,7 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 import gradwire
 from gradwire.bench.configuration import Configuration, take_turns
@@ -99,30 +100,9 @@ METHODS = {
         SlowLinkMethod(POWERSGD, turns=5),
         SlowLinkMethod(POST_LOCAL),
         SlowLinkMethod(ALONE, {"compressor": None, "every": NEVER, "fragments": 1, "delay": 0}),
-        _outer("exact"),
-        _outer("int8", compressor="int8"),
-        _outer("int4", compressor="int4"),
-        _outer("local SGD 30", fragments=1, delay=0),
-        _outer("local SGD 10", fragments=1, delay=0, every=10),
         _outer("local SGD 5", fragments=1, delay=0, every=5),
-        _outer("local SGD 2", fragments=1, delay=0, every=2),
-        _outer("int4, H 2", compressor="int4", every=2, fragments=2, delay=1),
-        _outer("int4, H 5, delay 4", compressor="int4", every=5, fragments=1, delay=4),
         _outer("int4, H 5", compressor="int4", every=5, fragments=5, delay=1),
-        _outer("waterfill2, H 2", compressor="waterfill2", every=2, fragments=2, delay=1),
         _outer("waterfill2, H 5", compressor="waterfill2", every=5, fragments=5, delay=1),
-        _outer("int4, H 30, warm-up 400 H 2", compressor="int4", fragments=2, warmup_steps=400, warmup_every=2),
-        _outer("int4, H 30, warm-up 400 H 5", compressor="int4", fragments=5, warmup_steps=400, warmup_every=5),
-        _outer("int4, H 120", compressor="int4", every=120),
-        _outer("momentum 0.5", lr=0.7, momentum=0.5),
-        _outer("lr 1, momentum 0.5", momentum=0.5),
-        _outer("lr 1, momentum 0.5, H 5", momentum=0.5, every=5, fragments=1, delay=0),
-        _outer("Streaming DiLoCo 30", lr=0.7, momentum=0.9),
-        _outer("Streaming DiLoCo 30, int4", lr=0.7, momentum=0.9, compressor="int4"),
-        _outer("Streaming DiLoCo 120, int4", lr=0.7, momentum=0.9, compressor="int4", every=120),
-        _outer("DiLoCo 30", lr=0.7, momentum=0.9, fragments=1, delay=0),
-        _outer("DiLoCo 5", lr=0.7, momentum=0.9, every=5, fragments=1, delay=0),
-        _outer("Streaming DiLoCo 30, inside none", lr=0.7, momentum=0.9, inside="none"),
     )
 }
 
@@ -178,6 +158,38 @@ class JoinedTask(BatchedTask):
         return range(node * self.ranks, (node + 1) * self.ranks)
 
 
+class OuterSgd:
+    """Takes a step of an outer SGD with Nesterov's momentum every few inner steps, on one worker, as SNOO does.
+
+    Source: SNOO (arXiv 2510.15830). `gradwire.Outer` takes none where there is no other worker.
+
+    Args:
+        model: Model that the inner optimizers train; it continues from each outer step.
+        every: Number of inner steps before each outer one.
+        lr: Learning rate.
+        momentum: Momentum.
+        of_exchanges: Other options of `gradwire.Outer`, which mean nothing without an exchange.
+    """
+
+    def __init__(
+        self, model: nn.Module, every: int, lr: float = 1.0, momentum: float = 0.0, **of_exchanges: object
+    ) -> None:
+        self._pairs = [(each, nn.Parameter(each.detach().clone())) for each in model.parameters()]
+        self._sgd = SGD([anchor for _, anchor in self._pairs], lr=lr, momentum=momentum, nesterov=momentum > 0)
+        self._every, self._steps = every, 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Counts an inner step that was taken, and takes the outer step if it is due."""
+        self._steps += 1
+        if self._steps % self._every == 0:
+            for trained, anchor in self._pairs:
+                anchor.grad = anchor - trained
+            self._sgd.step()
+            for trained, anchor in self._pairs:
+                trained.copy_(anchor)
+
+
 class Training:
     """Trains a model on one rank with one method of exchange.
 
@@ -194,10 +206,13 @@ class Training:
     ) -> None:
         self.model: nn.Module = task.model(seed)
         self.inner = optimizers_of(task, self.model, optimizer or task.facts.optimizer)
-        self.optimizers: Sequence[Optimizer | PostLocalSGDOptimizer] = self.inner
+        self.optimizers: Sequence[Optimizer | PostLocalSGDOptimizer | OuterSgd] = self.inner
         self.outer: gradwire.Outer | None = None
         self._task, self._place, self._seed = task, place, seed
         node = f"node{place.node}"
+        if method.options is not None and place.world_size == 1:
+            self.optimizers = [*self.inner, OuterSgd(self.model, **method.options)]  # type: ignore[arg-type]
+            return
         if method.options is not None:
             self.outer = gradwire.Outer(self.model, self.inner, hostname=node, **method.options)  # type: ignore[arg-type]
             self.model = self.outer.model
