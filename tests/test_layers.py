@@ -263,6 +263,21 @@ def test_a_lost_rank_is_noticed_by_one_mechanism() -> None:
     assert len(found) >= 5 and not unnamed, f"{unnamed} have something to say of lost ranks, and failures.py names none"
 
 
+def test_ranks_agree_by_one_mechanism() -> None:
+    """Each module that publishes in the store by itself is in the list of agree.py, which says why."""
+    head = ast.get_docstring(ast.parse((ROOT / "comms/bootstrap/agree.py").read_text())) or ""
+    found = set()
+    for file in (file for file in FILES if file.is_relative_to(ROOT / "comms")):
+        for node in nodes_of(file):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                of_a_store = re.search("store|polling", ast.unparse(node.func.value))
+                if of_a_store and node.func.attr in ("set", "add", "compare_set"):
+                    found.add(str(file.relative_to(ROOT / "comms")).removeprefix("bootstrap/"))
+    found -= {"agree.py", "store.py"}
+    named = set(re.findall(r"[\w/]+\.py", head)) - {"observe/number_exchange.py"}
+    assert len(found) > 5 and found == named, f"{found - named} publish by themselves; agree.py names {named - found}"
+
+
 def test_what_links_give_is_kept_in_one_place() -> None:
     """`Links` alone says which rates count, and a communicator's plans alone tell it of new ones."""
     told = {"Links", "self.links.decide", "self.links.learn"}

@@ -2,9 +2,18 @@
 
 `Agreement.decide` is the one mechanism. `gather` returns the values of all ranks, `same` checks that they are equal,
 and `compare` names a fact that differs. Use it for decisions that are rare and must fail in the same way on all ranks.
-Not decided here: who the ranks are (rendezvous.py), settings of a grid in which each rank knows only its row and column
-(sharded/agreement.py), and which ranks survive a failure (elastic/membership.py). Values of every step are sent with
-the gradients (observe/number_exchange.py).
+
+These publish something of each rank in the store and decide nothing by `Agreement`, because it asks all ranks to call:
+
+- Ranks that do not know each other yet: rendezvous.py. A group that is being connected, in a store of its own:
+  transport/mpi.py (each rank's place in MPI), transport/segment.py (the name of the shared memory).
+- A rank knows only its row and column of a grid: sharded/agreement.py.
+- Some ranks may have failed, or are still to come: failure_reporter.py, ring_connections.py, elastic/membership.py,
+  elastic/joining.py.
+- Nobody waits for an answer: observe/stall.py, observe/order.py, watch/watch_store.py, outer/messages.py (counters of
+  ranks that may be steps apart), transport/nccl.py (who has finished with a group).
+
+Numbers of every step are sent with the gradients (observe/number_exchange.py).
 """
 
 import hashlib
