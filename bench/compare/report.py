@@ -198,7 +198,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
         if case is None
         else _describe_replay(case, measured)
     )
-    turns = "taken in turns" if measured.script is None else "one setting after the other"
+    turns = "taken in turns" if measured.script is None else "one configuration after the other"
     title = f"{what}; {measured.where}; median of {options.rounds} steps, {turns}"
     # Print the table, and below it the remarks that keep a reader from a wrong conclusion.
     if options.json != STDOUT:
