@@ -3,6 +3,7 @@
     python tests/fresh_debian.py                              # Debian 12 and 13: make run as a user, then as root
     python tests/fresh_debian.py --release trixie --target test-fast
     python tests/fresh_debian.py --torch FOLDER               # with PyPI's torch, without 2.5 GB of NVIDIA's packages
+    python tests/fresh_debian.py --release sid --python 3.15  # with another Python of that release than its python3
 
 Needs root, debootstrap and git. In each root: the committed state of this checkout is cloned; `make` must first say in
 one message all that is missing, before it downloads anything; its own apt-get line is followed; then the targets run.
@@ -216,7 +217,7 @@ class Root:
 
 
 def try_release(
-    release: str, targets: list[str], users: list[str], base: Path | None, torch: Path | None
+    release: str, targets: list[str], users: list[str], base: Path | None, torch: Path | None, python: str | None
 ) -> dict[str, object]:
     """Does what a newcomer does, and returns how each step ended.
 
@@ -226,6 +227,7 @@ def try_release(
         users: `ann`, `root`; in this order, in one checkout.
         base: As for `Root`.
         torch: As for `Root`.
+        python: The version of the release's Python that is `python3` there, such as `3.15`; None for its own.
     """
     with Root(release, base, torch) as root:
         home = root.path / "home" / USER
@@ -244,7 +246,11 @@ def try_release(
         if forgotten:
             raise RuntimeError(f"README.md does not name {', '.join(forgotten)}, which {release} needs")
         checked(root.run(f"apt-get install -y --no-install-recommends {found[1]}"))
-        outcomes: dict[str, object] = {"packages": found[1]}
+        if python is not None:
+            checked(root.run(f"apt-get install -y --no-install-recommends python{python}-dev python{python}-venv"))
+            checked(root.run(f"ln -s /usr/bin/python{python} /usr/local/bin/python3"))
+        version = checked(root.run("python3 --version", USER)).output.strip()
+        outcomes: dict[str, object] = {"packages": found[1], "interpreter": version}
         for user in users:
             for target in targets:
                 print(f"{release}: make {target} as {user}", flush=True)
@@ -257,10 +263,11 @@ def try_release(
         return outcomes
 
 
-def checked(done: Done) -> None:
-    """Raises RuntimeError unless a command ended with status 0."""
+def checked(done: Done) -> Done:
+    """Returns it, or raises RuntimeError unless the command ended with status 0."""
     if done.status != 0:
         raise RuntimeError(f"status {done.status}:\n{done.output}")
+    return done
 
 
 def main(argv: list[str]) -> int:
@@ -277,13 +284,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--torch", type=Path, metavar="FOLDER", help="its builds for CUDA are torch's CPU builds inside"
     )
+    parser.add_argument("--python", metavar="VERSION", help="of that release's Pythons, 3.15 (default: its python3)")
     options = parser.parse_args(argv)
     for each in ENDING:
         signal.signal(each, end_in_order)
     failed = False
     for release in options.release or RELEASES:
         outcomes = try_release(
-            release, options.target or ["run"], options.user or [USER, "root"], options.base, options.torch
+            release,
+            options.target or ["run"],
+            options.user or [USER, "root"],
+            options.base,
+            options.torch,
+            options.python,
         )
         print(json.dumps({release: outcomes}, indent=2), flush=True)
         failed |= any(isinstance(one, dict) and one["status"] != 0 for one in outcomes.values())
