@@ -65,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(end, EndedBySignal) and end.code != 128 + signal.SIGINT:
             raise
         print("gradwire: interrupted", file=sys.stderr)
-        interrupt = KeyboardInterrupt()
-        sys.excepthook = _silent_of(interrupt)
+        sys.excepthook = _silent_of(interrupt := KeyboardInterrupt())
         raise interrupt from None
 
 
@@ -105,7 +104,9 @@ def _run(words: Sequence[str]) -> int:
     if words[0] in NEED_TORCH:
         try:
             require_torch()
-        except ImportError as error:
+            if words[0] in ("bench", "compare"):  # and these need gradwire's compiled part
+                importlib.import_module("gradwire.compressors.compiled")
+        except (ImportError, RuntimeError) as error:
             print(f"gradwire {words[0]}: {error}", file=sys.stderr)
             return 1
     try:
@@ -122,8 +123,7 @@ def _run(words: Sequence[str]) -> int:
             needed = "."  # in a checkout that nobody has installed
         print(f"gradwire {words[0]}: `{error.name}` is missing here: pip install {needed}", file=sys.stderr)
         return 1
-    status: int = module.main(words[1:])
-    return status
+    return int(module.main(words[1:]))
 
 
 if __name__ == "__main__":

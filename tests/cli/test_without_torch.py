@@ -96,6 +96,18 @@ def test_the_compiled_part_that_is_missing_is_named() -> None:
         assert "without its compiled part" in said and "`pip install .`" in said, done
 
 
+@pytest.mark.parametrize("command", ["bench", "compare"])
+def test_a_command_that_needs_the_compiled_part_says_so_before_it_begins(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gradwire._native", None)
+    monkeypatch.delitem(sys.modules, "gradwire.compressors.compiled", raising=False)
+    assert main([command, "--help"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"gradwire {command}: ") and "compiled part" in printed.err
+    assert printed.err.count("\n") == 1 and not printed.out
+
+
 def test_a_free_threaded_python_is_named() -> None:
     """Its own wheels would be named cp314t; of those that there are, pip takes the pure one."""
     script = f'import sysconfig\nsysconfig.get_config_vars()["Py_GIL_DISABLED"] = 1\n{IMPORTED}'
