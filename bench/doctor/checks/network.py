@@ -148,7 +148,7 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
             else f"The links of {listed([names[e] for e in slow])} are"
         )
         pronoun = "it" if len(slow) == 1 else "they"
-    on = listed(ends) if tied else names[worst]
+    on = listed(ends if tied else [names[node] for node in slow])
     nic = _used_nic(facts.nodes[worst][0])
     on_nic = facts.expected_rate(worst)
     evidence = [

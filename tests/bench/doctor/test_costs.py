@@ -205,6 +205,7 @@ def test_of_two_nodes_both_ends_of_a_slow_link_are_named() -> None:
     three = replace(three, pairs=(replace(three.pairs[0], many=(24 * MBIT,) * 2), *three.pairs[1:]))
     (found,) = diagnose(slowed(three, 2, 0.9))
     assert found.title.startswith("All links are") and found.title.endswith("than they should be")
+    assert "on node0, node1 and node2" in found.fix[0]
 
 
 def test_the_command_at_the_end_is_of_the_mended_links_with_the_way_as_measured() -> None:
