@@ -164,6 +164,8 @@ class Root:
                 for wheel in sorted(torch.glob("torch-*.whl")):
                     write_cpu_wheel(wheel, wheels)
                 self.folders.append(str(wheels))
+                # A cap of this machine on releases of torch is not for those that were asked for.
+                self.variables.pop("PIP_CONSTRAINT", None)
                 self.variables["PIP_FIND_LINKS"] = f"{self.variables.get('PIP_FIND_LINKS', '')} {wheels}".strip()
             # Certificates, constraints: under names that no package of Debian's has.
             (self.path / "etc/pip-files").mkdir()
