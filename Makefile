@@ -13,8 +13,10 @@
 # make docs   the site with the API, in build/docs; fails on a broken link
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
 # make release-rehearsal  all of a release that needs no account: version from a tag, sdist, wheels, checks, SBOM, conda recipe; build/release
-# make aarch64  the compiled kernels for 64-bit Arm, and a training, in an emulator: the same bits as here?  (Debian: g++-aarch64-linux-gnu
-#               qemu-user)   ARM_TORCH=FOLDER has a wheel of torch for Arm already; else a CPU build is fetched, from TORCH_INDEX
+# make aarch64  the wheel for 64-bit Arm built, installed and started in an emulator, its kernels, and a training: the same bits as here?
+#               (Debian: g++-aarch64-linux-gnu qemu-user)   ARM_TORCH=FOLDER has a wheel of torch for Arm already; else a CPU build is
+#               fetched, from TORCH_INDEX   ARM_DEBIAN=trixie takes the Python of that Debian, for the wheel of Python 3.12 and later
+# make aarch64-public  then the public part of the suite against that wheel, on that torch; ARGS="-m 'not slow and not long'" most of it
 # make fresh-debian  make run in minimal roots of Debian 12 and 13, as a user and as root (root, debootstrap; large downloads)
 #                    ARGS="--target test-fast --user ann" runs the fast part of the suite there instead
 #                    ARGS="--torch FOLDER" takes PyPI's builds of torch that lie there, without 2.5 GB of NVIDIA's packages
@@ -146,6 +148,11 @@ aarch64: $(stamp)test
 	  { echo "make aarch64 needs aarch64-linux-gnu-g++ and qemu-aarch64: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }
 	$(if $(ARM_TORCH),ARM_TORCH=$(abspath $(ARM_TORCH))) $(if $(TORCH_INDEX),TORCH_INDEX=$(TORCH_INDEX)) \
 	  $(python) -m pytest tests/aarch64 --require=aarch64 -rs $(ARGS)
+
+.PHONY: aarch64-public
+aarch64-public:
+	$(MAKE) aarch64 ARGS=
+	PYTHON=$(CURDIR)/build/aarch64/$(ARM_DEBIAN)/env/bin/python .ci/test-wheel build/aarch64/$(ARM_DEBIAN)/dist $(ARGS)
 
 wheel: $(stamp)test
 	$(python) -m pytest tests/test_wheel.py --require=wheel $(ARGS)

@@ -1,1 +1,1 @@
-"""The compiled kernels and a training on 64-bit Arm, in an emulator: `make aarch64`."""
+"""The wheel, its kernels and a training on 64-bit Arm, in an emulator: `make aarch64`."""

@@ -1,41 +1,60 @@
 #!/usr/bin/env bash
-# Compiles the native module for 64-bit Arm in FOLDER, beside an Arm Python that runs it under qemu-aarch64.
+# Builds gradwire's wheel for 64-bit Arm and installs it, as pip does on an Arm machine.
 #   build.sh FOLDER PYTHON
-# PYTHON has pip, which fetches nanobind's sources. The Arm packages are unpacked below FOLDER: nothing of the system changes, and no
-# root is needed. Needs aarch64-linux-gnu-g++, apt-get and dpkg.
+# FOLDER/env is an environment whose Python is an Arm one under qemu-aarch64; FOLDER/dist gets the sdist and the wheel. PYTHON has pip,
+# which fetches what builds. ARM_DEBIAN=trixie takes the Python of that release of Debian, and so its wheel; else it is this machine's.
+# The Arm packages are unpacked below FOLDER: nothing of the system changes, and no root is needed.
+# Needs aarch64-linux-gnu-g++, qemu-aarch64, cmake, apt-get and dpkg.
 set -euo pipefail
 folder=$(realpath -m "$1") python=$2
 source=$(realpath "$(dirname "$0")/../..")
-mkdir -p "$folder"/{state/lists/partial,cache/archives/partial,packages,root,objects}
-touch "$folder/state/status"
-options=(-q -o APT::Architecture=arm64 -o "APT::Architectures::=arm64" -o Dir::State="$folder/state" -o Dir::State::status="$folder/state/status"
-  -o Dir::Cache="$folder/cache" -o APT::Sandbox::User=)
+root=$folder/root arm=$folder/env/bin/python
+mkdir -p "$folder"/{state/lists/partial,cache/archives/partial,sources,root,env/bin}
 
-# An Arm Python with its headers, and the libraries that both load; torch's Python code loads libffi, bz2 and lzma.
-if [ ! -e "$folder/root/usr/lib/aarch64-linux-gnu/libffi.so.8" ]; then
-  apt-get "${options[@]}" update
-  version=$(apt-cache "${options[@]}" show python3 | sed -n 's/^Version: \([0-9]*\.[0-9]*\).*/\1/p' | head -n 1)
-  (cd "$folder/packages" && apt-get "${options[@]}" download "python$version-minimal" "libpython$version-minimal" "libpython$version-stdlib" \
-    "libpython$version-dev" libc6 libc6-dev linux-libc-dev libgcc-s1 libstdc++6 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5)
-  for package in "$folder"/packages/*.deb; do dpkg -x "$package" "$folder/root"; done
-  ln -sf "usr/bin/python$version" "$folder/root/python"
+# An Arm Python with its headers, and all that these require.
+if [ ! -e "$root/usr/bin/python3" ]; then
+  touch "$folder/state/status"
+  # shellcheck source=/dev/null
+  here=$(. /etc/os-release && echo "$VERSION_CODENAME")
+  for each in /etc/apt/sources.list /etc/apt/sources.list.d/*; do
+    [ ! -f "$each" ] || sed "s/\b$here\b/${ARM_DEBIAN:-$here}/g" "$each" >"$folder/sources/${each##*/}"
+  done
+  apt() {
+    apt-get -qq -o APT::Architecture=arm64 -o "APT::Architectures::=arm64" -o Dir::State="$folder/state" -o Dir::Cache="$folder/cache" \
+      -o Dir::State::status="$folder/state/status" -o Dir::Etc::sourcelist=/dev/null -o Dir::Etc::sourceparts="$folder/sources" \
+      -o APT::Sandbox::User= -o Debug::NoLocking=1 "$@"
+  }
+  apt update
+  apt install --yes --download-only --no-install-recommends python3 libpython3-dev libstdc++6
+  for package in "$folder"/cache/archives/*.deb; do dpkg -x "$package" "$root"; done
+  [ -e "$root/lib" ] || ln -s usr/lib "$root/lib"
 fi
-interpreter=$(basename "$(readlink "$folder/root/python")")
+interpreter=$(basename "$(readlink "$root/usr/bin/python3")")
 
-# nanobind of the version range that the wheel is built with.
-[ -d "$folder/nanobind" ] ||
-  "$python" -m pip install -q --no-deps --target "$folder" "$("$python" -c 'import pathlib, re
-print(re.search(r"nanobind[^\x22]*", pathlib.Path("'"$source"'/pyproject.toml").read_text())[0])')"
+# Its processes start others by the path of this script, so that these are emulated, too. The processor is that of arm_torch.py: pointer
+# authentication, which qemu's own has and Debian 13 uses, makes Python twenty-five times slower.
+cat >"$arm" <<END_OF_SCRIPT
+#!/bin/sh
+exec qemu-aarch64 -cpu neoverse-n1 -L '$root' -0 "\$0" '$root/usr/bin/$interpreter' "\$@"
+END_OF_SCRIPT
+chmod +x "$arm"
+printf 'home = %s\ninclude-system-site-packages = false\n' "$root/usr/bin" >"$folder/env/pyvenv.cfg"
 
-# The options are those of CMakeLists.txt.
-compile() {
-  aarch64-linux-gnu-g++ -std=c++17 -O3 -Wall -Wextra -Werror -ffp-contract=off -fPIC -fvisibility=hidden -fno-strict-aliasing -DNDEBUG \
-    -I "$source/csrc" -isystem "$folder/nanobind/include" -isystem "$folder/nanobind/ext/robin_map/include" \
-    -isystem "$folder/root/usr/include/$interpreter" -isystem "$folder/root/usr/include" -c "$1" -o "$folder/objects/$(basename "$1").$2.o"
-}
-export -f compile
-export source folder interpreter
-rm -f "$folder"/objects/*.o
-{ find "$source/csrc/cpu" -name '*.cpp'; echo "$folder/nanobind/src/nb_combined.cpp"; } | cat -n |
-  xargs -P "$(nproc)" -L 1 bash -c 'compile "$1" "$0"'
-aarch64-linux-gnu-g++ -shared -o "$folder/_native.so" "$folder"/objects/*.o -lpthread -lrt
+# pip, and what pyproject.toml builds with: all of it is pure Python.
+site=$folder/env/lib/$interpreter/site-packages
+if [ ! -e "$site/pip" ]; then
+  mapfile -t requires < <("$python" -c 'import sys, tomllib; print(*tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"], sep="\n")' \
+    "$source/pyproject.toml")
+  "$python" -m pip install -q --target "$site" --platform any --python-version "${interpreter#python}" --only-binary :all: pip "${requires[@]}"
+fi
+
+# The sdist, of the version that PYTHON has installed, as ranks of two versions refuse each other. From it, in the emulator but for the
+# compiler, the wheel. pyconfig.h lies beside the folder of the other headers.
+rm -rf "$folder/dist" "$site"/gradwire*
+SETUPTOOLS_SCM_PRETEND_VERSION=$("$python" -c 'from importlib.metadata import version; print(version("gradwire"))')
+export SETUPTOOLS_SCM_PRETEND_VERSION
+(cd "$source" && PYTHONPATH=$site "$python" -c 'import scikit_build_core.build as build, sys; build.build_sdist(sys.argv[1])' "$folder/dist")
+pip() { "$arm" -m pip "$@" -q --no-cache-dir --disable-pip-version-check; }
+CXX=aarch64-linux-gnu-g++ CXXFLAGS="-Werror -idirafter $root/usr/include" \
+  pip wheel --no-deps --no-build-isolation --wheel-dir "$folder/dist" "$folder"/dist/*.tar.gz
+pip install --only-binary :all: "$folder"/dist/*.whl

@@ -280,7 +280,7 @@ NOT_NEEDED = re.compile(r"^Requires-Dist: (nvidia-|cuda-|triton)[^\n]*\n", re.MU
 """What torch's CUDA build requires and no CPU tensor needs."""
 
 
-def write_cpu_wheel(wheel: Path, into: Path) -> Path:
+def write_cpu_wheel(wheel: Path, into: Path, tools: str = "") -> Path:
     """PyPI's wheel of torch for CUDA as one for CPU tensors, which pip installs like any other.
 
     It has stubs in the place of NVIDIA's libraries, requires none of NVIDIA's packages, and is called `+cpu`, as the
@@ -289,6 +289,7 @@ def write_cpu_wheel(wheel: Path, into: Path) -> Path:
     Args:
         wheel: Of any Python; nothing of it is run.
         into: A folder for the new one.
+        tools: See `write_stubs`.
 
     Raises:
         BuildError: It is no build for CUDA; or there is no C compiler.
@@ -305,7 +306,7 @@ def write_cpu_wheel(wheel: Path, into: Path) -> Path:
         libraries = packages / "nvidia" / "cu13" / "lib"
         libraries.mkdir(parents=True)
         answers = answers_without_device(packages)
-        write_stubs(packages, libraries, Path(scratch), unknown=ENDS_THE_PROCESS, answers=answers)
+        write_stubs(packages, libraries, Path(scratch), unknown=ENDS_THE_PROCESS, answers=answers, tools=tools)
         [information] = packages.glob("*.dist-info")
         information = information.rename(packages / f"{name}-{version}.dist-info")
         metadata, code = information / "METADATA", packages / "torch" / "version.py"
