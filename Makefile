@@ -20,6 +20,7 @@
 # make fresh-debian  make run in minimal roots of Debian 12 and 13, as a user and as root (root, debootstrap; large downloads)
 #                    ARGS="--target test-fast --user ann" runs the fast part of the suite there instead
 #                    ARGS="--torch FOLDER" takes PyPI's builds of torch that lie there, without 2.5 GB of NVIDIA's packages
+#                    ARGS="--release sid --python 3.15" takes another Debian, and another Python of it than its python3
 # make torch-versions   what meets torch's own classes, on the other releases of torch in constraints.txt (0.5 GB each to download)
 #                       TORCH_WHEELS=FOLDER has their wheels already
 # make torch-diff VERSION=2.16.0   names the private code of torch that gradwire relies on and that this release has changed
