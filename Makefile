@@ -14,7 +14,7 @@
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
 # make release-rehearsal  all of a release that needs no account: version from a tag, sdist, wheels, checks, SBOM, conda recipe; build/release
 # make aarch64  the wheel for 64-bit Arm built, installed and started in an emulator, its kernels, and a training: the same bits as here?
-#               (Debian: g++-aarch64-linux-gnu qemu-user)   ARM_TORCH=FOLDER has a wheel of torch for Arm already; else a CPU build is
+#               (Debian: g++-aarch64-linux-gnu qemu-user cmake ninja-build)   ARM_TORCH=FOLDER has a wheel of torch for Arm already; else a CPU build is
 #               fetched, from TORCH_INDEX   ARM_DEBIAN=trixie takes the Python of that Debian, for the wheel of Python 3.12 and later
 # make aarch64-public  then the public part of the suite against that wheel, on that torch; ARGS="-m 'not slow and not long'" most of it
 # make fresh-debian  make run in minimal roots of Debian 12 and 13, as a user and as root (root, debootstrap; large downloads)
@@ -145,8 +145,8 @@ conformance: $(stamp)test
 	$(python) tests/conformance.py $(ARGS)
 
 aarch64: $(stamp)test
-	@command -v aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null || \
-	  { echo "make aarch64 needs aarch64-linux-gnu-g++ and qemu-aarch64: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }
+	@{ command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 && command -v cmake && command -v ninja; } >/dev/null || \
+	  { echo "make aarch64 needs more programs: apt-get install g++-aarch64-linux-gnu qemu-user cmake ninja-build" >&2; exit 1; }
 	$(if $(ARM_TORCH),ARM_TORCH=$(abspath $(ARM_TORCH))) $(if $(TORCH_INDEX),TORCH_INDEX=$(TORCH_INDEX)) \
 	  $(python) -m pytest tests/aarch64 --require=aarch64 -rs $(ARGS)
 
