@@ -77,3 +77,12 @@ def test_the_study_adds_one_row(
 def test_a_commit_is_named_and_a_folder_without_git_has_none(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == "unknown"
     assert (ROOT / ".git").exists() is (commit_of(ROOT) != "unknown")
+
+
+def test_every_ratio_has_its_cell_in_the_files_of_the_page() -> None:
+    """One whose row has another name since would leave the history without a word."""
+    data = ROOT / "docs" / "results" / "data" / "performance"
+    for ratio in history.RATIOS:
+        head, *rows = read(data / f"{ratio.section}.csv")
+        assert ratio.column in head, ratio
+        assert [row for row in rows if tuple(row[: len(ratio.row)]) == ratio.row], ratio
