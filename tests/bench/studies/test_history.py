@@ -51,10 +51,8 @@ def test_the_picture_has_every_run(tmp_path: Path) -> None:
         run(tmp_path, commit, exact)
     draw(tmp_path, tmp_path / "history.svg")
     text = (tmp_path / "history.svg").read_text(encoding="utf-8")
-    assert all(
-        f"<!-- {words} -->" in text
-        for words in ("a1b2", "c3d4", "2x2 exact", "share of the first run on the same machine")
-    )
+    # As letters or, with their outlines, in comments: other tests of this process choose that of matplotlib.
+    assert all(words in text for words in ("a1b2", "c3d4", "2x2 exact", "share of the first run on the same machine"))
 
 
 def test_the_study_adds_one_row(
