@@ -218,7 +218,8 @@ def run_outer(native: ModuleType) -> Results:
     sent, flat = array("f", bytes(4 * numel)), array("f", bytes(4 * numel))
     native.outer_set_out([(address(parameter), numel)], address(anchor), address(sent), address(flat))
     native.outer_take_up([(address(parameter), numel)], address(flat), address(sent), address(anchor))
-    finite = [native.all_finite(address(INPUTS[kind](numel, 3)), numel) for kind in ("gradient", "not finite")]
+    inputs = [INPUTS[kind](numel, 3) for kind in ("gradient", "not finite")]  # alive while they are read
+    finite = [native.all_finite(address(each), numel) for each in inputs]
     return {"outer": digest(*(one_nan(each) for each in (parameter, anchor, sent, flat)), repr(finite).encode())}
 
 
