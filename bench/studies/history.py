@@ -18,7 +18,7 @@ from gradwire.bench.studies.tables.page import read, write
 
 MOST_LOSS = 0.05
 """Share of the best earlier ratio that one may lose before it is marked; medians of 5 to 7 steps on a quiet 2-core
-virtual machine differ by about 0.03 from run to run."""
+virtual machine differ by up to 0.04 from run to run."""
 NOT_MEASURED, LOST = "-", "!"
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from gradwire.comms.names import ParameterNames
 
 SAMPLE_NBYTES = 1 << 14
+"""Bytes at the beginning of a gradient that are looked at before all of it is."""
+
 MOST_DISCARDED, MOST_PASSES = 3, 256
 """Passes thrown away at which it warns, and passes after which it looks no further. A pass counts if the one before it
 was used: the steps in a row that a GradScaler skips count once, and then it trains for thousands of steps."""

@@ -97,14 +97,19 @@ def test_one_rank_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     lose(made, left)
 
 
+def all_enter_the_next(made: Sequence[Membership]) -> None:
+    """Nobody is lost by an alarm, and all are in the generation after it."""
+    views = run_ranks(len(made), lambda rank: made[rank].next(SECONDS))
+    assert [(view.generation, view.size) for view in views] == [(1, len(made))] * len(made)
+    lose(made, range(len(made)))
+
+
 def test_an_alarm_that_is_in_the_store_alone_is_heard_by_all() -> None:
     """As of a rank whose connections say nothing: its process lives, and its neighbours cannot tell the others."""
     store = HashStore()
     made = members(store, 3)
     AbortSignal(PollingStore(store, TIMEOUT), 1, "0/abort").set(PeerFailure("rank 1 cannot go on", FAILED))
-    views = run_ranks(3, lambda rank: made[rank].next(SECONDS))
-    assert [(view.generation, view.size) for view in views] == [(1, 3)] * 3
-    lose(made, range(3))
+    all_enter_the_next(made)
 
 
 def test_what_a_rank_reports_is_in_the_store_for_those_that_are_no_neighbours() -> None:
@@ -113,9 +118,7 @@ def test_what_a_rank_reports_is_in_the_store_for_those_that_are_no_neighbours() 
     made[1].failures.report(PeerFailure("rank 1 cannot go on", FAILED))
     said = AbortSignal(PollingStore(store, TIMEOUT), 0, "0/abort").read()
     assert said is not None and said.reason == "rank 1 cannot go on" and said.reported_by == 1
-    views = run_ranks(3, lambda rank: made[rank].next(SECONDS))
-    assert [(view.generation, view.size) for view in views] == [(1, 3)] * 3
-    lose(made, range(3))
+    all_enter_the_next(made)
 
 
 def test_who_joins_is_among_the_members_of_all_or_of_none() -> None:
